@@ -1,0 +1,35 @@
+// beaconkv: KV-cache eviction policies. SPDX-License-Identifier: MIT
+#pragma once
+
+/// \file
+/// Everything.
+
+#include "beaconkv/algorithm/attention.hpp"
+#include "beaconkv/algorithm/continual_fps.hpp"
+#include "beaconkv/algorithm/farthest_point_sampling.hpp"
+#include "beaconkv/algorithm/key_redundancy.hpp"
+#include "beaconkv/algorithm/pooling.hpp"
+#include "beaconkv/algorithm/rope.hpp"
+#include "beaconkv/algorithm/top_k.hpp"
+#include "beaconkv/config.hpp"
+#include "beaconkv/keep_plan.hpp"
+#include "beaconkv/memory/cache_buffer.hpp"
+#include "beaconkv/memory/codec.hpp"
+#include "beaconkv/memory/compact.hpp"
+#include "beaconkv/memory/plane.hpp"
+#include "beaconkv/memory/plane_cache.hpp"
+#include "beaconkv/policy/beaconkv.hpp"
+#include "beaconkv/policy/eviction_policy.hpp"
+#include "beaconkv/policy/observer.hpp"
+#include "beaconkv/policy/realign.hpp"
+#include "beaconkv/policy/recent_window.hpp"
+#include "beaconkv/policy/rkv.hpp"
+#include "beaconkv/policy/rpc.hpp"
+#include "beaconkv/policy/schedule.hpp"
+#include "beaconkv/policy/scorer.hpp"
+#include "beaconkv/policy/selection.hpp"
+#include "beaconkv/policy/snapkv.hpp"
+#include "beaconkv/status.hpp"
+#include "beaconkv/types.hpp"
+#include "beaconkv/version.hpp"
+#include "beaconkv/workspace.hpp"

@@ -1,0 +1,158 @@
+// beaconkv: KV-cache eviction policies. SPDX-License-Identifier: MIT
+#pragma once
+
+/// \file
+/// What an eviction decided: which slots stay. Data only, so that an engine may apply it by itself (a new block table, a GPU
+/// kernel, removed position ranges) instead of calling `compact`.
+
+#include <algorithm>
+#include <span>
+#include <vector>
+
+#include "beaconkv/types.hpp"
+
+namespace beaconkv::inline v0 {
+
+/// The slots that stay, for each KV head: ascending, unique, in the numbering before the eviction.
+///
+/// Made by a policy's `plan`, or by hand through `assign`. It belongs to one state of one cache (`epoch`) and is applied once.
+/// A value: copy it to keep it. Storage is reused from plan to plan, so nothing is allocated once `reserve` covered the cache.
+class KeepPlan {
+ public:
+  KeepPlan() = default;
+
+  /// Room for `sets` sets over a cache of at most `tokens` tokens. Allocates.
+  void reserve(index_t sets, index_t tokens) {
+    slots_.reserve(static_cast<std::size_t>(sets * tokens));
+    scores_.reserve(static_cast<std::size_t>(sets * tokens));
+    offsets_.reserve(static_cast<std::size_t>(sets + 1));
+  }
+
+  /// A plan made by hand: one set for each KV head, or a single one for all. Refused unless every set is ascending, unique and
+  /// within `[0, tokens)`; then this plan is unchanged. Allocates where the room is too small.
+  template <class Cache>
+  [[nodiscard]] Status assign(const Cache& cache, std::span<const std::span<const slot_t>> sets) {
+    const index_t n = static_cast<index_t>(sets.size());
+    if (n != 1 && n != cache.num_kv_heads())
+      return detail::invalid("sets = ", n, ": must be 1 or the cache's ", cache.num_kv_heads(), " KV heads");
+    for (index_t s = 0; s < n; ++s) {
+      slot_t previous = -1;
+      for (const slot_t slot : sets[static_cast<std::size_t>(s)]) {
+        if (slot <= previous || slot >= cache.num_tokens())
+          return detail::invalid("set ", s, " has slot ", slot, " behind ", previous, ": slots must be ascending and below ",
+                                 cache.num_tokens());
+        previous = slot;
+      }
+    }
+    start(cache.epoch(), cache.num_tokens(), {0, cache.num_tokens()});
+    for (const auto& set : sets) std::copy(set.begin(), set.end(), add_set(static_cast<index_t>(set.size())).begin());
+    return {};
+  }
+
+  /// The state of the cache that the plan was made for.
+  [[nodiscard]] std::uint64_t epoch() const noexcept { return epoch_; }
+  /// Tokens a head held before.
+  [[nodiscard]] index_t tokens_before() const noexcept { return tokens_before_; }
+  /// 1 where all heads keep the same slots, else the number of KV heads.
+  [[nodiscard]] index_t sets() const noexcept { return offsets_.empty() ? 0 : static_cast<index_t>(offsets_.size()) - 1; }
+
+  /// The slots that `head` keeps.
+  [[nodiscard]] std::span<const slot_t> kept(index_t head) const noexcept { return part(slots_, head); }
+  /// The scores of `kept(head)`, in the same order; 0 where the slot was protected.
+  [[nodiscard]] std::span<const float> kept_scores(index_t head) const noexcept { return part(scores_, head); }
+  [[nodiscard]] index_t num_kept(index_t head) const noexcept { return static_cast<index_t>(kept(head).size()); }
+  [[nodiscard]] index_t num_evicted(index_t head) const noexcept { return tokens_before_ - num_kept(head); }
+
+  /// The slots that competed; those outside were protected.
+  [[nodiscard]] Range candidates() const noexcept { return candidates_; }
+
+  /// True where every head keeps everything: applying it changes nothing.
+  [[nodiscard]] bool keeps_all() const noexcept {
+    for (index_t s = 0; s < sets(); ++s)
+      if (num_evicted(s) != 0) return false;
+    return true;
+  }
+
+  /// Tokens a head that the request wanted gone but protection kept.
+  [[nodiscard]] index_t shortfall() const noexcept { return shortfall_; }
+  /// Keys and queries (rows) with a NaN or infinity that scoring met; such keys go first.
+  [[nodiscard]] index_t num_non_finite() const noexcept { return non_finite_; }
+
+  /// Calls `f(Range)` for each maximal run of evicted slots of `head`, ascending, in the old numbering.
+  template <class F>
+  void for_each_evicted_run(index_t head, F&& f) const {
+    std::int64_t next = 0;
+    for (const slot_t slot : kept(head)) {
+      if (slot > next) f(Range{next, slot});
+      next = std::int64_t{slot} + 1;
+    }
+    if (next < tokens_before_) f(Range{next, tokens_before_});
+  }
+
+  /// Calls `f(to, from, count)` for each maximal run of kept slots of `head`; `to <= from`, ascending, so that the moves are safe in place from
+  /// front to back. Runs that stay where they are are reported too (`to == from`).
+  template <class F>
+  void for_each_move(index_t head, F&& f) const {
+    const std::span<const slot_t> slots = kept(head);
+    for (std::size_t i = 0; i < slots.size();) {
+      std::size_t end = i + 1;
+      while (end < slots.size() && slots[end] == slots[end - 1] + 1) ++end;
+      f(static_cast<index_t>(i), static_cast<index_t>(slots[i]), static_cast<index_t>(end - i));
+      i = end;
+    }
+  }
+
+  /// Writes where each old slot of `head` went: its new slot, or -1 for gone. `map` has `tokens_before()` entries.
+  void old_to_new(index_t head, std::span<slot_t> map) const {
+    BEACONKV_ASSERT(static_cast<index_t>(map.size()) == tokens_before_);
+    std::fill(map.begin(), map.end(), slot_t{-1});
+    slot_t to = 0;
+    for (const slot_t from : kept(head)) map[static_cast<std::size_t>(from)] = to++;
+  }
+
+  /// Begins a new plan; then one `add_set` a set. For policies.
+  void start(std::uint64_t epoch, index_t tokens_before, Range candidates) {
+    epoch_ = epoch;
+    tokens_before_ = tokens_before;
+    candidates_ = candidates;
+    shortfall_ = 0;
+    non_finite_ = 0;
+    slots_.clear();
+    scores_.clear();
+    offsets_.assign(1, 0);
+  }
+  /// Adds a set of `count` slots, to be filled in by the caller; its scores are 0 until set.
+  [[nodiscard]] std::span<slot_t> add_set(index_t count) {
+    slots_.resize(slots_.size() + static_cast<std::size_t>(count));
+    scores_.resize(slots_.size(), 0.0F);
+    offsets_.push_back(static_cast<index_t>(slots_.size()));
+    return std::span(slots_).last(static_cast<std::size_t>(count));
+  }
+  /// The scores of the set added last.
+  [[nodiscard]] std::span<float> last_scores() noexcept {
+    return std::span(scores_).subspan(static_cast<std::size_t>(offsets_[offsets_.size() - 2]));
+  }
+  void report(index_t shortfall, index_t non_finite) noexcept {
+    shortfall_ = shortfall;
+    non_finite_ = non_finite;
+  }
+
+ private:
+  template <class T>
+  [[nodiscard]] std::span<const T> part(const std::vector<T>& all, index_t head) const noexcept {
+    const auto s = static_cast<std::size_t>(sets() == 1 ? 0 : head);
+    BEACONKV_ASSERT(s + 1 < offsets_.size());
+    return std::span(all).subspan(static_cast<std::size_t>(offsets_[s]), static_cast<std::size_t>(offsets_[s + 1] - offsets_[s]));
+  }
+
+  std::uint64_t epoch_ = 0;
+  index_t tokens_before_ = 0;
+  Range candidates_{};
+  index_t shortfall_ = 0;
+  index_t non_finite_ = 0;
+  std::vector<slot_t> slots_;
+  std::vector<float> scores_;
+  std::vector<index_t> offsets_;  // of each set in slots_, and the end
+};
+
+}  // namespace beaconkv::inline v0

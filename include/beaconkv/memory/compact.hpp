@@ -1,0 +1,51 @@
+// beaconkv: KV-cache eviction policies. SPDX-License-Identifier: MIT
+#pragma once
+
+/// \file
+/// Applying a plan to a cache, in place.
+
+#include "beaconkv/keep_plan.hpp"
+#include "beaconkv/memory/cache_buffer.hpp"
+
+namespace beaconkv::inline v0 {
+
+namespace detail {
+
+template <CacheBuffer Cache>
+[[nodiscard]] Status validate_plan(const Cache& cache, const KeepPlan& plan) {
+  if (plan.epoch() != cache.epoch() || plan.tokens_before() != cache.num_tokens())
+    return error(StatusCode::stale_plan, "plan was made for another state of the cache (", plan.tokens_before(), " tokens, now ",
+                 cache.num_tokens(), "): plan again");
+  if (plan.sets() != 1 && plan.sets() != cache.num_kv_heads())
+    return invalid("plan has ", plan.sets(), " sets: the cache has ", cache.num_kv_heads(), " KV heads");
+  if (Cache::granularity == Granularity::per_layer && plan.sets() != 1)
+    return error(StatusCode::unsupported, "plan has ", plan.sets(), " sets: this cache keeps one set for all heads");
+  for (index_t s = 0; s < plan.sets(); ++s) {
+    if (plan.num_kept(s) != plan.num_kept(0))
+      return error(StatusCode::unsupported, "head ", s, " keeps ", plan.num_kept(s), " tokens and head 0 keeps ", plan.num_kept(0),
+                   ": this cache holds equally many in every head");
+    const index_t pinned = cache.pinned_prefix();
+    if (pinned > 0 && (plan.num_kept(s) < pinned || plan.kept(s)[static_cast<std::size_t>(pinned - 1)] != pinned - 1))
+      return invalid("head ", s, " evicts a slot of the pinned prefix of ", pinned, " slots");
+  }
+  return {};
+}
+
+}  // namespace detail
+
+/// Keeps what `plan` keeps, in place and without scratch: every row moves at most once, to a slot not behind its own. O(kept * D) bytes.
+///
+/// After it, slots are not positions any more: the engine goes on feeding true positions to RoPE (or calls
+/// `realign_keys`). Refused, with nothing changed, where the plan was made for another state of the cache.
+template <CacheBuffer Cache>
+[[nodiscard]] Status compact(Cache& cache, const KeepPlan& plan) {
+  if (Status s = detail::validate_plan(cache, plan); !s) return s;
+  if (plan.keeps_all()) return {};
+  const index_t moves = Cache::granularity == Granularity::per_head ? cache.num_kv_heads() : 1;
+  for (index_t head = 0; head < moves; ++head)
+    plan.for_each_move(head, [&](index_t to, index_t from, index_t count) { cache.move_run(head, to, from, count); });
+  cache.truncate(plan.num_kept(0));
+  return {};
+}
+
+}  // namespace beaconkv::inline v0

@@ -1,0 +1,87 @@
+// beaconkv: KV-cache eviction policies. SPDX-License-Identifier: MIT
+#pragma once
+
+/// \file
+/// BeaconKV: beacon queries from the whole history, rotated to now, together with the newest ones decide what stays.
+
+#include "beaconkv/policy/eviction_policy.hpp"
+
+namespace beaconkv::inline v0 {
+
+template <Schedule ScheduleT = FixedBudget>
+struct BeaconKVOptions {
+  ScheduleT budget{};
+  index_t n_beacon = 16;              ///< beacon queries of each query head
+  index_t n_recent_queries = 16;      ///< newest queries of each query head
+  index_t n_recent_kv = 32;           ///< newest tokens, which stay
+  std::optional<index_t> n_prefix{};  ///< positions below this stay; default: the prompt
+  Reduce over_queries = Reduce::max;
+  Reduce over_heads = Reduce::max;
+  SoftmaxDomain softmax_domain = SoftmaxDomain::all_visible;
+  Pool pool{};                        ///< of the final scores; none in the paper
+  std::optional<float> scale{};
+  std::optional<float> logit_softcap{};
+
+  /// The reading of the paper's pseudocode: one number for both windows, and a budget that counts the prompt too.
+  [[nodiscard]] static BeaconKVOptions paper_literal(index_t budget_max, index_t budget_min, index_t n_beacon = 16, index_t n_recent = 16)
+    requires std::same_as<ScheduleT, FixedBudget>
+  {
+    return {.budget = {.max = budget_max, .min = budget_min, .counts_prefix = true},
+            .n_beacon = n_beacon,
+            .n_recent_queries = n_recent,
+            .n_recent_kv = n_recent,
+            .n_prefix = 0};
+  }
+};
+
+/// BeaconKV (arXiv 2609.04971), equations 7 to 9 and algorithms 1 and 2.
+///
+/// | part | here |
+/// |---|---|
+/// | observer | `BeaconQueries`: a ring of recent queries and, for each query head, Continual FPS over all older ones |
+/// | scorer | beacons rotated to now, recent ones at their positions; softmax over all visible keys; max over queries and heads |
+/// | schedule | `FixedBudget`: at `max` counted tokens down to `min` |
+/// | protected | the prompt, the last `n_recent_kv` tokens |
+///
+/// The paper's text and pseudocode disagree on the two windows: `n_recent_queries` and `n_recent_kv` are separate.
+template <class ScorerT = AttentionScorer, Schedule ScheduleT = FixedBudget>
+class BeaconKV : public EvictionPolicy<BeaconQueries, ScorerT, ScheduleT> {
+ public:
+  using Base = EvictionPolicy<BeaconQueries, ScorerT, ScheduleT>;
+  using Options = BeaconKVOptions<ScheduleT>;
+
+  /// What BeaconKV's options mean as a scorer.
+  [[nodiscard]] static AttentionScorer scorer_of(const Options& o) {
+    return {.attention = {.over_queries = o.over_queries, .over_heads = o.over_heads, .pool = o.pool, .scale = o.scale, .logit_softcap = o.logit_softcap},
+            .softmax_domain = o.softmax_domain};
+  }
+
+  /// The policy, or what is wrong with its options.
+  [[nodiscard]] static Result<BeaconKV> make(const Shape& shape, const Options& options, const RopeTable& rope)
+    requires std::same_as<ScorerT, AttentionScorer>
+  {
+    return make(shape, options, rope, scorer_of(options));
+  }
+  /// The same with another scorer.
+  [[nodiscard]] static Result<BeaconKV> make(const Shape& shape, const Options& options, const RopeTable& rope, ScorerT scorer) {
+    const typename Base::Parts parts{.observer = {.n_beacon = options.n_beacon, .n_recent_queries = options.n_recent_queries},
+                                     .scorer = std::move(scorer),
+                                     .schedule = options.budget,
+                                     .protection = {options.n_prefix, options.n_recent_kv, {}},
+                                     .rope = rope};
+    if (Status s = Base::validate_parts(shape, parts); !s) return s;
+    return BeaconKV(shape, parts);
+  }
+
+#ifndef BEACONKV_NO_EXCEPTIONS
+  /// As `make`; throws `Error`.
+  BeaconKV(const Shape& shape, const Options& options, const RopeTable& rope)
+    requires std::same_as<ScorerT, AttentionScorer>
+      : BeaconKV(make(shape, options, rope).or_throw()) {}
+#endif
+
+ private:
+  BeaconKV(const Shape& shape, const typename Base::Parts& parts) : Base(shape, parts) {}
+};
+
+}  // namespace beaconkv::inline v0

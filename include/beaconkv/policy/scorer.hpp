@@ -1,0 +1,115 @@
+// beaconkv: KV-cache eviction policies. SPDX-License-Identifier: MIT
+#pragma once
+
+/// \file
+/// Scorers: how observed queries and cached keys become one number a key. The one interface that all policies share.
+
+#include <concepts>
+#include <span>
+
+#include "beaconkv/algorithm/attention.hpp"
+#include "beaconkv/keep_plan.hpp"
+#include "beaconkv/memory/cache_buffer.hpp"
+#include "beaconkv/policy/observer.hpp"
+
+namespace beaconkv::inline v0 {
+
+/// Scores `[kv_heads][tokens]`, dense. A higher score stays. Outside the candidates it is never read.
+struct ScoreMatrix {
+  float* data = nullptr;
+  index_t heads = 0;
+  index_t tokens = 0;
+
+  [[nodiscard]] std::span<float> row(index_t head) const noexcept { return {data + head * tokens, static_cast<std::size_t>(tokens)}; }
+};
+
+/// What turns observations into scores. Your own policy is one such struct, put into any of the library's policies.
+///
+/// * `validate(shape)`: what is wrong with its options, before a policy is made.
+/// * `score(cache, observations, candidates, out, work)`: writes `out` for the slots `[candidates.first, candidates.last)` of every head;
+///   it may read everything in the cache. Counts non-finite rows. Const: no state of its own changes.
+/// * `workspace_size(shape, rows, tokens)`: the most scratch that `score` takes from `work`.
+/// * optional `commit(plan, shape)`: follows an applied plan with per-slot state; `state_bytes()` reports its size.
+template <class S, class Cache>
+concept Scorer = CacheReader<Cache> && std::copyable<S> &&
+                 requires(const S& scorer, const Cache& cache, const Observations& observations, Range candidates, ScoreMatrix out, Workspace& work,
+                          const Shape& shape, index_t n) {
+                   { scorer.validate(shape) } -> std::same_as<Status>;
+                   { scorer.score(cache, observations, candidates, out, work) } -> std::same_as<Result<ScoreReport>>;
+                   { scorer.workspace_size(shape, n, n) } -> std::same_as<WorkspaceSize>;
+                 };
+
+/// Newer is better: the score of a slot is its number (exact below 2^24 slots).
+struct RecencyScorer {
+  [[nodiscard]] Status validate(const Shape&) const { return {}; }
+  template <CacheReader Cache>
+  [[nodiscard]] Result<ScoreReport> score(const Cache&, const Observations&, Range candidates, ScoreMatrix out, Workspace&) const {
+    for (index_t h = 0; h < out.heads; ++h)
+      for (index_t j = candidates.first; j < candidates.last; ++j) out.row(h)[static_cast<std::size_t>(j)] = static_cast<float>(j);
+    return ScoreReport{};
+  }
+  [[nodiscard]] WorkspaceSize workspace_size(const Shape&, index_t, index_t) const { return {}; }
+};
+
+/// Attention of the observed queries to the keys: SnapKV, RPC, R-KV's importance and BeaconKV are settings of this.
+struct AttentionScorer {
+  AttentionOptions attention{};
+  SoftmaxDomain softmax_domain = SoftmaxDomain::all_visible;
+  HeadScope head_scope = HeadScope::group;  ///< `layer`: every KV head gets the scores reduced over all query heads
+  bool causal = true;                       ///< false: a query sees keys newer than itself, too
+
+  [[nodiscard]] Status validate(const Shape&) const { return beaconkv::validate(attention); }
+
+  template <CacheReader Cache>
+  [[nodiscard]] Result<ScoreReport> score(const Cache& cache, const Observations& observations, Range candidates, ScoreMatrix out, Workspace& work) const {
+    const Workspace::Frame frame(work);
+    const index_t group = observations.query_heads / out.heads;
+    const std::span<slot_t> visible = work.take<slot_t>(group * observations.rows);
+    const Range domain = softmax_domain == SoftmaxDomain::all_visible ? Range{0, out.tokens} : candidates;
+    AttentionOptions options = attention;
+    if (head_scope == HeadScope::layer && options.pool_stage == PoolStage::kv_head) options.pool = {};  // pooled below, once
+    ScoreReport report;
+    for (index_t h = 0; h < out.heads; ++h) {
+      const index_t first_row = h * group * observations.rows;
+      for (index_t r = 0; r < group * observations.rows; ++r)
+        visible[static_cast<std::size_t>(r)] =
+            causal ? static_cast<slot_t>(detail::slot_at_or_behind(cache, h, observations.positions[static_cast<std::size_t>(first_row + r)] + 1)) : static_cast<slot_t>(out.tokens);
+      const AttentionQueries queries{observations.queries + first_row * observations.dim, group, observations.rows, observations.dim, visible};
+      const auto keys = [&](index_t first, index_t count, float* scratch) { return cache.keys(h, first, count, scratch); };
+      const std::span<float> row = out.row(h);
+      std::fill(row.begin(), row.end(), 0.0F);
+      const Result<ScoreReport> part =
+          attention_scores(keys, queries, domain, candidates, options, row.subspan(static_cast<std::size_t>(domain.first), static_cast<std::size_t>(domain.size())), work);
+      if (!part) return part;
+      report.num_non_finite += part->num_non_finite;
+    }
+    if (head_scope == HeadScope::layer) share_over_heads(out, candidates, work);
+    return report;
+  }
+
+  [[nodiscard]] WorkspaceSize workspace_size(const Shape& shape, index_t rows, index_t tokens) const {
+    return detail::measure([&](Workspace& work) {
+      static_cast<void>(work.take<slot_t>(shape.group() * rows));
+      static_cast<void>(detail::AttentionScratch(work, shape.group(), rows, shape.head_dim, tokens));
+    });
+  }
+
+ private:
+  /// Reduces the groups' scores over all KV heads, pools once, and gives every head the result.
+  void share_over_heads(ScoreMatrix out, Range candidates, Workspace& work) const {
+    const std::span<float> first = out.row(0);
+    for (index_t h = 1; h < out.heads; ++h)
+      for (std::size_t j = 0; j < first.size(); ++j)
+        first[j] = attention.over_heads == Reduce::max ? std::max(first[j], out.row(h)[j]) : first[j] + out.row(h)[j];
+    if (attention.over_heads == Reduce::mean)
+      for (float& x : first) x /= static_cast<float>(out.heads);
+    if (attention.pool_stage == PoolStage::kv_head) {
+      const Workspace::Frame frame(work);
+      detail::pool_in_place(first.subspan(static_cast<std::size_t>(candidates.first), static_cast<std::size_t>(candidates.size())), attention.pool,
+                            work.take<float>(out.tokens));
+    }
+    for (index_t h = 1; h < out.heads; ++h) std::copy(first.begin(), first.end(), out.row(h).begin());
+  }
+};
+
+}  // namespace beaconkv::inline v0
