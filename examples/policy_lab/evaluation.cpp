@@ -1,0 +1,179 @@
+// beaconkv: KV-cache eviction policies. SPDX-License-Identifier: MIT
+#include "policy_lab/evaluation.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <optional>
+
+#include "engine/sampler.hpp"
+
+namespace beaconkv::lab {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+[[nodiscard]] double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+[[nodiscard]] bool ends_text(int token, const EvaluationOptions& options) {
+  return std::find(options.eos.begin(), options.eos.end(), token) != options.eos.end();
+}
+
+/// A session and the policy that works on it.
+struct Sequence {
+  engine::Session session;
+  std::unique_ptr<ModelPolicy> policy;
+
+  [[nodiscard]] static Result<Sequence> begin(const engine::Model& model, const PolicyEntry& entry, const PolicyRequest& request, Settings& settings,
+                                              std::span<const int> prompt) {
+    Result<engine::Session> session = engine::Session::make(model, request.capacity);
+    if (!session) return session.status();
+    Sequence sequence{std::move(*session), nullptr};
+    if (Status s = sequence.session.prefill(prompt); !s) return s;
+    Result<std::unique_ptr<ModelPolicy>> policy = entry.make(request, settings, sequence.session);
+    if (!policy) return policy.status();
+    sequence.policy = std::move(*policy);
+    if (Status s = sequence.policy->after_prefill(sequence.session); !s) return s;
+    return sequence;
+  }
+
+  [[nodiscard]] Result<Sequence> fork() const {
+    Sequence copy{session, nullptr};
+    Result<std::unique_ptr<ModelPolicy>> forked = policy->fork(copy.session);
+    if (!forked) return forked.status();
+    copy.policy = std::move(*forked);
+    return copy;
+  }
+
+  /// The token's forward pass; its keys and values are in the cache afterwards.
+  [[nodiscard]] Status decode(int token) {
+    if (Status s = session.decode(token); !s) return s;
+    return policy->append(session);
+  }
+};
+
+/// KL(full || other) of two logit rows, in nats.
+[[nodiscard]] double divergence(std::span<const float> full, std::span<const float> other) {
+  const auto log_sum = [](std::span<const float> z) {
+    const double top = *std::max_element(z.begin(), z.end());
+    double sum = 0;
+    for (const float x : z) sum += std::exp(static_cast<double>(x) - top);
+    return top + std::log(sum);
+  };
+  const double full_sum = log_sum(full);
+  const double other_sum = log_sum(other);
+  double kl = 0;
+  for (std::size_t i = 0; i < full.size(); ++i) {
+    const double log_p = static_cast<double>(full[i]) - full_sum;
+    kl += std::exp(log_p) * (log_p - (static_cast<double>(other[i]) - other_sum));
+  }
+  return std::max(kl, 0.0);
+}
+
+/// How much of the full cache's attention, in its newest step, falls on what the policy's cache still holds: mean over layers and heads.
+[[nodiscard]] double mass_kept(const engine::Session& full, const ModelPolicy& policy) {
+  const Shape& shape = full.model().shape();
+  double total = 0;
+  for (index_t l = 0; l < full.model().layers(); ++l) {
+    const std::span<const float> weights = full.attention(l);
+    const index_t rows = static_cast<index_t>(weights.size()) / shape.query_heads;
+    for (index_t q = 0; q < shape.query_heads; ++q)
+      for (index_t slot = 0; slot < policy.num_tokens(l); ++slot)
+        total += static_cast<double>(weights[static_cast<std::size_t>(q * rows + policy.position(l, q / shape.group(), slot))]);
+  }
+  return total / static_cast<double>(full.model().layers() * shape.query_heads);
+}
+
+/// Goes on from `sequence`, whose logits predict the next token, until `<eos>` or `max_new` tokens in all.
+[[nodiscard]] Status continue_freely(Sequence& sequence, std::vector<int>& text, const EvaluationOptions& options) {
+  while (static_cast<index_t>(text.size()) < options.max_new) {
+    const Result<int> token = engine::greedy(sequence.session.logits());
+    if (!token) return token.status();
+    text.push_back(*token);
+    if (ends_text(*token, options)) return {};
+    if (Status s = sequence.decode(*token); !s) return s;
+    if (Result<index_t> evicted = sequence.policy->observe_and_evict(sequence.session); !evicted) return evicted.status();
+  }
+  return {};
+}
+
+}  // namespace
+
+Result<FullText> generate_full(const engine::Model& model, const Problem& problem, const EvaluationOptions& options) {
+  Result<engine::Session> session = engine::Session::make(model, static_cast<index_t>(problem.prompt.size()) + options.max_new);
+  if (!session) return session.status();
+  if (Status s = session->prefill(problem.prompt); !s) return s;
+  FullText full;
+  const auto start = Clock::now();
+  while (static_cast<index_t>(full.tokens.size()) < options.max_new) {
+    const Result<int> token = engine::greedy(session->logits());
+    if (!token) return token.status();
+    full.tokens.push_back(*token);
+    if (ends_text(*token, options)) break;
+    if (Status s = session->decode(*token); !s) return s;
+  }
+  full.seconds = seconds_since(start);
+  return full;
+}
+
+Result<Outcome> evaluate(const engine::Model& model, const PolicyEntry& entry, PolicyRequest request, Settings settings, const Problem& problem,
+                         const FullText& full, const EvaluationOptions& options) {
+  request.model = &model;
+  request.capacity = static_cast<index_t>(problem.prompt.size()) + options.max_new;
+  Result<Sequence> forced = Sequence::begin(model, entry, request, settings, problem.prompt);
+  if (!forced) return forced.status();
+  std::optional<engine::Session> shadow;
+  if (options.compare) {
+    Result<engine::Session> session = engine::Session::make(model, request.capacity);
+    if (!session) return session.status();
+    if (Status s = session->prefill(problem.prompt); !s) return s;
+    session->record_attention(true);
+    shadow = std::move(*session);
+  }
+
+  Outcome outcome;
+  outcome.tokens = static_cast<index_t>(full.tokens.size());
+  const auto bytes_per_row = static_cast<std::size_t>(forced->policy->bytes_per_token() / model.layers());
+  double mass = 0;
+  index_t steps = 0;
+  std::optional<std::vector<int>> own_text;
+  for (std::size_t i = 0; i < full.tokens.size(); ++i) {
+    const Result<int> choice = engine::greedy(forced->session.logits());
+    if (!choice) return choice.status();
+    if (*choice != full.tokens[i] && !own_text) {
+      own_text.emplace(full.tokens.begin(), full.tokens.begin() + static_cast<std::ptrdiff_t>(i));
+      Result<Sequence> free = forced->fork();
+      if (!free) return free.status();
+      if (Status s = continue_freely(*free, *own_text, options); !s) return s;
+    }
+    if (shadow) outcome.kl += divergence(shadow->logits(), forced->session.logits());
+    if (i + 1 == full.tokens.size()) break;
+
+    const auto start = Clock::now();
+    if (Status s = forced->decode(full.tokens[i]); !s) return s;
+    outcome.seconds += seconds_since(start);
+    std::size_t rows = 0;
+    for (index_t l = 0; l < model.layers(); ++l) rows += static_cast<std::size_t>(forced->policy->num_tokens(l));
+    outcome.peak_kv_bytes = std::max(outcome.peak_kv_bytes, rows * bytes_per_row);
+    if (shadow) {
+      if (Status s = shadow->decode(full.tokens[i]); !s) return s;
+      mass += mass_kept(*shadow, *forced->policy);
+    }
+    ++steps;
+
+    const auto eviction_start = Clock::now();
+    const Result<index_t> evicted = forced->policy->observe_and_evict(forced->session);
+    const double eviction_seconds = seconds_since(eviction_start);
+    if (!evicted) return evicted.status();
+    outcome.seconds += eviction_seconds;
+    if (*evicted > 0) outcome.eviction_us.push_back(1e6 * eviction_seconds);
+    outcome.state_bytes = std::max(outcome.state_bytes, forced->policy->state_bytes());
+  }
+  outcome.same_text = !own_text;
+  outcome.exact = problem.answer.empty() ? outcome.same_text : problem.answered_by(own_text ? *own_text : full.tokens, options.eos);
+  outcome.kl /= static_cast<double>(std::max<index_t>(1, outcome.tokens));
+  outcome.mass_kept = steps > 0 ? mass / static_cast<double>(steps) : 1;
+  return outcome;
+}
+
+}  // namespace beaconkv::lab

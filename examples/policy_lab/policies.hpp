@@ -1,0 +1,59 @@
+// beaconkv: KV-cache eviction policies. SPDX-License-Identifier: MIT
+#pragma once
+
+/// \file
+/// The policies that the lab knows by name, each ready to run on all layers of a model.
+
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "engine/session.hpp"
+#include "policy_lab/settings.hpp"
+
+namespace beaconkv::lab {
+
+/// One policy at work on every layer of one sequence. It holds the policy objects and a view of each layer's KV memory.
+class ModelPolicy {
+ public:
+  virtual ~ModelPolicy() = default;
+
+  /// A copy with the same state that works on `session`, itself a copy of the session that this one works on.
+  [[nodiscard]] virtual Result<std::unique_ptr<ModelPolicy>> fork(engine::Session& session) const = 0;
+
+  /// After `session.prefill`: takes note of the prompt, and evicts where the policy does that at once.
+  [[nodiscard]] virtual Status after_prefill(engine::Session& session) = 0;
+  /// After `session.decode`, first: the views learn of the new row.
+  [[nodiscard]] virtual Status append(engine::Session& session) = 0;
+  /// Then: the policies see the token's queries and evict where they are due. Returns how many layers evicted.
+  [[nodiscard]] virtual Result<index_t> observe_and_evict(engine::Session& session) = 0;
+
+  [[nodiscard]] virtual index_t num_tokens(index_t layer) const = 0;
+  [[nodiscard]] virtual position_t position(index_t layer, index_t head, index_t slot) const = 0;
+  [[nodiscard]] virtual index_t bytes_per_token() const = 0;  ///< of all layers together
+  [[nodiscard]] virtual std::size_t state_bytes() const = 0;  ///< of all layers together
+};
+
+/// What a policy is made for.
+struct PolicyRequest {
+  const engine::Model* model = nullptr;
+  index_t capacity = 0;      ///< rows of the session
+  index_t budget = 0;
+  bool as_published = false;  ///< the paper's own trigger, protection and growth instead of the common rule
+  index_t seed = 0;
+};
+
+/// A policy by name, and how it is made. Bad settings are errors.
+struct PolicyEntry {
+  std::string_view name;
+  Result<std::unique_ptr<ModelPolicy>> (*make)(const PolicyRequest& request, Settings& settings, engine::Session& session);
+};
+
+/// All of them, in the order of the table.
+[[nodiscard]] const std::vector<PolicyEntry>& policy_entries();
+
+/// The entry of that name, or an error that lists the names.
+[[nodiscard]] Result<PolicyEntry> find_policy(std::string_view name);
+
+}  // namespace beaconkv::lab

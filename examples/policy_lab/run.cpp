@@ -1,0 +1,215 @@
+// beaconkv: KV-cache eviction policies. SPDX-License-Identifier: MIT
+#include "policy_lab/run.hpp"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <mutex>
+#include <thread>
+
+#include "beaconkv/policy/schedule.hpp"
+#include "policy_lab/evaluation.hpp"
+#include "policy_lab/table.hpp"
+
+namespace beaconkv::lab {
+namespace {
+
+/// How far a row is: one line that is written over on a terminal, a plain line every ten seconds elsewhere. To stderr, so that the
+/// table can be redirected.
+class Progress {
+ public:
+  Progress(std::string label, std::size_t total) : label_(std::move(label)), total_(total), terminal_(isatty(STDERR_FILENO) == 1) {}
+  ~Progress() {
+    if (terminal_) std::fprintf(stderr, "\r\033[K");
+  }
+  Progress(const Progress&) = delete;
+  Progress& operator=(const Progress&) = delete;
+
+  void advance() {
+    const std::lock_guard lock(mutex_);
+    ++done_;
+    const auto now = std::chrono::steady_clock::now();
+    if (terminal_) {
+      constexpr std::size_t width = 30;
+      const std::size_t filled = width * done_ / total_;
+      std::fprintf(stderr, "\r\033[K%s [%s%s] %zu/%zu", label_.c_str(), std::string(filled, '#').c_str(), std::string(width - filled, '.').c_str(), done_, total_);
+      std::fflush(stderr);
+    } else if (now - last_ > std::chrono::seconds(10)) {
+      std::fprintf(stderr, "%s: %zu of %zu problems\n", label_.c_str(), done_, total_);
+      last_ = now;
+    }
+  }
+
+ private:
+  std::string label_;
+  std::size_t total_;
+  std::size_t done_ = 0;
+  bool terminal_;
+  std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
+  std::mutex mutex_;
+};
+
+/// `work(i)` for all `i < count` on some threads. The error of the lowest `i` that failed is returned; after an error nothing new begins.
+template <class Work>
+[[nodiscard]] Status for_each_problem(std::size_t count, index_t threads, const std::string& label, Work&& work) {
+  Progress progress(label, count);
+  std::atomic<std::size_t> next{0};
+  std::atomic<bool> failed{false};
+  std::vector<Status> errors(count);
+  const auto loop = [&] {
+    for (std::size_t i = next++; i < count && !failed; i = next++) {
+      errors[i] = work(i);
+      if (!errors[i].ok()) failed = true;
+      progress.advance();
+    }
+  };
+  std::vector<std::thread> others;
+  for (index_t t = 1; t < threads; ++t) others.emplace_back(loop);
+  loop();
+  for (std::thread& t : others) t.join();
+  for (Status& error : errors)
+    if (!error.ok()) return error;
+  return {};
+}
+
+struct Job {
+  PolicySpec spec;
+  PolicyEntry entry;
+  index_t budget = 0;  ///< 0: none
+};
+
+[[nodiscard]] Settings settings_of(const Job& job, const RunOptions& options) { return {job.spec.text, job.spec.settings, options.settings}; }
+
+/// Every row that was asked for. Policies are made once for a trial, so that what cannot work is known before anything runs.
+[[nodiscard]] Result<std::vector<Job>> plan_jobs(const engine::Model& model, const RunOptions& options, PolicyRequest request) {
+  Result<std::vector<PolicySpec>> specs = parse_policies(options.policies);
+  if (!specs) return specs.status();
+  const Result<std::vector<index_t>> budgets = parse_budgets(options.budgets);
+  if (!budgets) return budgets.status();
+  Result<engine::Session> session = engine::Session::make(model, 1);
+  if (!session) return session.status();
+  std::vector<Job> jobs;
+  std::set<std::string> known;
+  for (const PolicySpec& spec : *specs) {
+    const Result<PolicyEntry> entry = find_policy(spec.name);
+    if (!entry) return entry.status();
+    const bool has_budget = spec.name != "full";
+    for (const index_t budget : has_budget ? *budgets : std::vector<index_t>{0}) {
+      const Job job{spec, *entry, budget};
+      Settings settings = settings_of(job, options);
+      request.budget = budget;
+      if (Result<std::unique_ptr<ModelPolicy>> trial = entry->make(request, settings, *session); !trial)
+        return detail::invalid(spec.text, has_budget ? " at budget " + std::to_string(budget) : "", ": ", trial.status().message());
+      known.insert(settings.known().begin(), settings.known().end());
+      jobs.push_back(job);
+    }
+  }
+  for (const auto& setting : options.settings)
+    if (!known.contains(setting.first)) return detail::invalid("none of the policies has the setting '", setting.first, "'");
+  return jobs;
+}
+
+/// The longest text that a problem may take: a little more than the longest right one of its level.
+[[nodiscard]] index_t max_new_of(const Problem& problem, const std::vector<Problem>& all, index_t given) {
+  if (given > 0) return given;
+  std::size_t longest = 0;
+  for (const Problem& p : all)
+    if (p.level == problem.level) longest = std::max(longest, p.expected.size());
+  return longest > 0 ? static_cast<index_t>(longest) + 24 : 1024;
+}
+
+[[nodiscard]] Row row_of_full(const std::vector<Problem>& problems, const std::vector<FullText>& texts, const std::vector<int>& eos, std::size_t bytes_per_token) {
+  std::vector<Outcome> outcomes;
+  for (std::size_t i = 0; i < problems.size(); ++i) {
+    Outcome o;
+    o.tokens = static_cast<index_t>(texts[i].tokens.size());
+    o.seconds = texts[i].seconds;
+    o.same_text = true;
+    o.exact = problems[i].answer.empty() || problems[i].answered_by(texts[i].tokens, eos);
+    o.peak_kv_bytes = (problems[i].prompt.size() + texts[i].tokens.size() - 1) * bytes_per_token;
+    outcomes.push_back(std::move(o));
+  }
+  return summarise(problems, outcomes, true);
+}
+
+void name_budget(Row& row, const Job& job, bool as_published) {
+  row.policy = job.spec.text;
+  row.budget_max = job.budget > 0 ? std::to_string(job.budget) : "-";
+  row.budget_min = "-";
+  if (job.budget == 0) return;
+  const auto own = job.spec.settings.find("budget_min");
+  const bool own_rule = as_published && (job.spec.name == "snapkv" || job.spec.name == "rpc" || job.spec.name == "rkv" || job.spec.name == "recent_window");
+  if (own_rule) return;
+  row.budget_min = own != job.spec.settings.end() ? own->second : std::to_string(FixedBudget{.max = job.budget}.lower());
+}
+
+}  // namespace
+
+Status run(const RunOptions& options) {
+  if (options.limit < 0) return detail::invalid("--limit = ", options.limit, ": must not be negative");
+  if (options.threads < 0) return detail::invalid("--threads = ", options.threads, ": must not be negative");
+  if (options.max_new < 0) return detail::invalid("--max-new = ", options.max_new, ": must not be negative");
+  if (options.seed < 0) return detail::invalid("--seed = ", options.seed, ": must not be negative");
+  const Result<engine::Model> model = engine::Model::load(options.model);
+  if (!model) return detail::invalid("--model = ", options.model.string(), ": ", model.status().message());
+  Result<std::vector<Problem>> loaded = load_problems(options.prompts, options.model, model->vocab_size());
+  if (!loaded) return loaded.status();
+  const std::vector<Problem> problems = take_evenly(std::move(*loaded), options.limit);
+  const PolicyRequest request{.model = &*model, .as_published = options.as_published, .seed = options.seed};
+  const Result<std::vector<Job>> jobs = plan_jobs(*model, options, request);
+  if (!jobs) return jobs.status();
+
+  const std::vector<int>& eos = model->config().eos_ids;
+  const index_t threads = options.threads > 0 ? options.threads : std::max<index_t>(1, static_cast<index_t>(std::thread::hardware_concurrency()));
+  std::vector<EvaluationOptions> how(problems.size());
+  for (std::size_t i = 0; i < problems.size(); ++i) how[i] = {max_new_of(problems[i], problems, options.max_new), eos, options.compare};
+
+  std::printf("%s: %td weights, %td layers; %zu problems; %s\n", options.model.string().c_str(), model->weight_count(), model->layers(), problems.size(),
+              options.as_published ? "each policy as published" : "one rule for all: prompt kept, on top of the budget");
+  std::size_t width = 14;
+  for (const Job& job : *jobs) width = std::max(width, job.spec.text.size());
+  std::printf("%s\n", table_header(width).c_str());
+  std::fflush(stdout);
+
+  std::vector<FullText> texts(problems.size());
+  Status status = for_each_problem(problems.size(), threads, "full cache", [&](std::size_t i) {
+    Result<FullText> text = generate_full(*model, problems[i], how[i]);
+    if (text) texts[i] = std::move(*text);
+    return text.status();
+  });
+  if (!status) return status;
+
+  std::vector<Row> rows;
+  for (const Job& job : *jobs) {
+    Row row;
+    if (job.budget == 0) {
+      const auto bytes = static_cast<std::size_t>(2 * model->layers() * model->shape().kv_heads * model->shape().head_dim) * sizeof(float);
+      row = row_of_full(problems, texts, eos, bytes);
+    } else {
+      std::vector<Outcome> outcomes(problems.size());
+      PolicyRequest job_request = request;
+      job_request.budget = job.budget;
+      const std::string label = job.spec.text + " at " + std::to_string(job.budget);
+      status = for_each_problem(problems.size(), threads, label, [&](std::size_t i) {
+        Result<Outcome> outcome = evaluate(*model, job.entry, job_request, settings_of(job, options), problems[i], texts[i], how[i]);
+        if (outcome) outcomes[i] = std::move(*outcome);
+        return outcome ? Status() : detail::invalid("problem ", problems[i].id, ", ", label, ": ", outcome.status().message());
+      });
+      if (!status) return status;
+      row = summarise(problems, outcomes, options.compare);
+    }
+    name_budget(row, job, options.as_published);
+    std::printf("%s\n", table_line(row, width).c_str());
+    std::fflush(stdout);
+    rows.push_back(std::move(row));
+    if (!options.csv.empty())
+      if (Status s = write_csv(options.csv, rows); !s) return s;
+  }
+  if (!options.plot.empty()) return write_plot(options.plot, rows);
+  return {};
+}
+
+}  // namespace beaconkv::lab
