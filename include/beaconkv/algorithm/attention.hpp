@@ -173,10 +173,8 @@ inline void exponentials(float* logits, index_t keys, index_t m, float* top, flo
       float sum[chunk] = {};
       for (index_t j = first; j < last; ++j) {
         float* const z = logits + j * m + r0;
-        for (index_t r = 0; r < n; ++r) {
-          z[r] = exp_nonpositive(std::max(z[r] - top[r0 + r], -100.0F));
-          sum[r] += z[r];
-        }
+        exp_shifted(z, top + r0, n);
+        for (index_t r = 0; r < n; ++r) sum[r] += z[r];
       }
       for (index_t r = 0; r < n; ++r) weight[r0 + r] += sum[r];
     }

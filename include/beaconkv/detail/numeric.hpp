@@ -30,23 +30,27 @@ inline constexpr float masked_logit = -FLT_MAX;
   return bad == 0;
 }
 
-/// `exp(x)` for finite `x <= 0`; exactly 0 below -87. Relative error below 2e-7. Branch-free, so loops over it vectorise.
+/// `x[i] = exp(x[i] - shift[i])` for finite `x[i] <= shift[i]`; exactly 0 below exp(-87). Relative error below 2e-7. Vectorises.
 ///
 /// Range reduction by a two-part ln 2 and the degree-5 polynomial of the Cephes library's `expf`.
-[[nodiscard]] inline float exp_nonpositive(float x) noexcept {
-  const float y = x < -87.0F ? -87.0F : x;
-  const auto n = static_cast<std::int32_t>(y * 1.44269504088896341F - 0.5F);  // y <= 0: truncation rounds to nearest
-  const auto k = static_cast<float>(n);
-  const float r = (y - k * 0.693359375F) + k * 2.12194440e-4F;
-  float p = 1.9875691500e-4F;
-  p = p * r + 1.3981999507e-3F;
-  p = p * r + 8.3334519073e-3F;
-  p = p * r + 4.1665795894e-2F;
-  p = p * r + 1.6666665459e-1F;
-  p = p * r + 5.0000001201e-1F;
-  p = p * r * r + r + 1.0F;
-  const float power = std::bit_cast<float>((n + 127) << 23);
-  return x < -87.0F ? 0.0F : p * power;
+inline void exp_shifted(float* x, const float* shift, index_t n) noexcept {
+  for (index_t i = 0; i < n; ++i) {
+    const float t = x[i] - shift[i];
+    const std::uint32_t keep = 0U - static_cast<std::uint32_t>(t > -87.0F);  // as bits: a select would become a branch
+    const auto y = std::bit_cast<float>(std::bit_cast<std::uint32_t>(t) & keep);
+    const auto k = static_cast<std::int32_t>(y * 1.44269504088896341F - 0.5F);  // y <= 0: truncation rounds to nearest
+    const auto whole = static_cast<float>(k);
+    const float r = (y - whole * 0.693359375F) + whole * 2.12194440e-4F;
+    float p = 1.9875691500e-4F;
+    p = p * r + 1.3981999507e-3F;
+    p = p * r + 8.3334519073e-3F;
+    p = p * r + 4.1665795894e-2F;
+    p = p * r + 1.6666665459e-1F;
+    p = p * r + 5.0000001201e-1F;
+    p = p * r * r + r + 1.0F;
+    const float power = std::bit_cast<float>((k + 127) << 23);
+    x[i] = std::bit_cast<float>(std::bit_cast<std::uint32_t>(p * power) & keep);
+  }
 }
 
 /// Dot product in a fixed order of eight lanes: the same bits for equal rows, and vectorisable without `-ffast-math`.
