@@ -108,15 +108,21 @@ class EvictionPolicy {
   [[nodiscard]] WorkspaceSize workspace_size(index_t capacity) const {
     WorkspaceSize size = detail::measure([&](Workspace& work) {
       static_cast<void>(work.take<float>(shape_.kv_heads * capacity));
-      take_observations(work, observer_.max_rows());
-      const std::size_t inner = std::max({observer_.workspace_size().bytes, scorer_.workspace_size(shape_, observer_.max_rows(), capacity).bytes,
-                                          detail::selection_workspace_size(capacity).bytes});
+      const std::size_t inner = std::max(score_workspace_size(capacity).bytes, detail::selection_workspace_size(capacity).bytes);
       static_cast<void>(work.take<std::byte>(static_cast<index_t>(inner)));
     });
     size = max(size, observer_.prefill_workspace_size(capacity));
     size.plan_sets = shape_.kv_heads;
     size.plan_tokens = capacity;
     return size;
+  }
+  /// Scratch of `score` alone, over at most `tokens` cached tokens.
+  [[nodiscard]] WorkspaceSize score_workspace_size(index_t tokens) const {
+    return detail::measure([&](Workspace& work) {
+      take_observations(work, observer_.max_rows());
+      const std::size_t inner = std::max(observer_.workspace_size().bytes, scorer_.workspace_size(shape_, observer_.max_rows(), tokens).bytes);
+      static_cast<void>(work.take<std::byte>(static_cast<index_t>(inner)));
+    });
   }
 
   /// Scores of all candidates, to `out` (`kv_heads` x the cache's tokens). Separate from `select`, so that tensor-parallel ranks can
@@ -127,7 +133,7 @@ class EvictionPolicy {
     if (Status s = check_cache(cache); !s) return s;
     if (out.heads != shape_.kv_heads || out.tokens != cache.num_tokens())
       return detail::invalid("out is [", out.heads, "][", out.tokens, "]: the cache has [", shape_.kv_heads, "][", cache.num_tokens(), "]");
-    if (Status s = work.require(workspace_size(cache.num_tokens())); !s) return s;
+    if (Status s = work.require(score_workspace_size(cache.num_tokens())); !s) return s;
     const Workspace::Frame frame(work);
     const index_t rows = observer_.rows();
     const ObservationMemory memory = take_observations(work, rows);
