@@ -23,22 +23,26 @@ using Clock = std::chrono::steady_clock;
 struct Sequence {
   engine::Session session;
   std::unique_ptr<ModelPolicy> policy;
+  std::optional<double> prefill_eviction_us{};  ///< set where the prompt itself was cut
 
   [[nodiscard]] static Result<Sequence> begin(const engine::Model& model, const PolicyEntry& entry, const PolicyRequest& request, Settings& settings,
                                               std::span<const int> prompt) {
     Result<engine::Session> session = engine::Session::make(model, request.capacity);
     if (!session) return session.status();
-    Sequence sequence{std::move(*session), nullptr};
+    Sequence sequence{std::move(*session), nullptr, {}};
     if (Status s = sequence.session.prefill(prompt); !s) return s;
-    Result<std::unique_ptr<ModelPolicy>> policy = entry.make(request, settings, sequence.session);
+    Result<std::unique_ptr<ModelPolicy>> policy = entry.maker(request)(request, settings, sequence.session);
     if (!policy) return policy.status();
     sequence.policy = std::move(*policy);
-    if (Status s = sequence.policy->after_prefill(sequence.session); !s) return s;
+    const auto start = Clock::now();
+    const Result<index_t> evicted = sequence.policy->after_prefill(sequence.session);
+    if (!evicted) return evicted.status();
+    if (*evicted > 0) sequence.prefill_eviction_us = 1e6 * seconds_since(start);
     return sequence;
   }
 
   [[nodiscard]] Result<Sequence> fork() const {
-    Sequence copy{session, nullptr};
+    Sequence copy{session, nullptr, {}};
     Result<std::unique_ptr<ModelPolicy>> forked = policy->fork(copy.session);
     if (!forked) return forked.status();
     copy.policy = std::move(*forked);
@@ -134,6 +138,8 @@ Result<Outcome> evaluate(const engine::Model& model, const PolicyEntry& entry, P
   Outcome outcome;
   outcome.tokens = static_cast<index_t>(full.tokens.size());
   const auto bytes_per_row = static_cast<std::size_t>(forced->policy->bytes_per_token() / model.layers());
+  outcome.peak_kv_bytes = problem.prompt.size() * static_cast<std::size_t>(forced->policy->bytes_per_token());
+  if (forced->prefill_eviction_us) outcome.eviction_us.push_back(*forced->prefill_eviction_us);
   double mass = 0;
   index_t steps = 0;
   std::optional<std::vector<int>> own_text;

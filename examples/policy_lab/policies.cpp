@@ -2,6 +2,7 @@
 #include "policy_lab/policies.hpp"
 
 #include <algorithm>
+#include <limits>
 #include <optional>
 
 #include "beaconkv/beaconkv.hpp"
@@ -42,13 +43,13 @@ class LayeredPolicy final : public ModelPolicy {
     return std::unique_ptr<ModelPolicy>(std::move(copy));
   }
 
-  [[nodiscard]] Status after_prefill(Session& session) override {
+  [[nodiscard]] Result<index_t> after_prefill(Session& session) override {
     for (index_t l = 0; l < layers(); ++l) {
       const QueryView queries = session.queries(l);
       if (Status s = cache(l).append_run(session.next_position() - queries.tokens, queries.tokens); !s) return s;
       if (Status s = policy(l).prefill(queries, work_); !s) return s;
     }
-    return evict_where_due(session).status();
+    return evict_where_due(session);
   }
 
   [[nodiscard]] Status append(Session& session) override {
@@ -66,6 +67,10 @@ class LayeredPolicy final : public ModelPolicy {
     return evict_where_due(session);
   }
 
+  [[nodiscard]] std::optional<index_t> budget_min() const override {
+    if constexpr (requires { policies_.front().schedule().lower(); }) return policies_.front().schedule().lower();
+    return std::nullopt;
+  }
   [[nodiscard]] index_t num_tokens(index_t layer) const override { return caches_[static_cast<std::size_t>(layer)].num_tokens(); }
   [[nodiscard]] position_t position(index_t layer, index_t head, index_t slot) const override {
     return caches_[static_cast<std::size_t>(layer)].position(head, slot);
@@ -101,41 +106,69 @@ class LayeredPolicy final : public ModelPolicy {
   Workspace work_;                // shared by the layers, which take turns
 };
 
+/// Gives each setting of the command line to the option of that name, where the policy has one.
+template <class Options>
+void read_options(Options& o, Settings& s) {
+  if constexpr (requires { o.n_recent_queries; }) o.n_recent_queries = s.count("n_recent_queries", o.n_recent_queries);
+  if constexpr (requires { o.n_recent_kv; }) o.n_recent_kv = s.count("n_recent_kv", o.n_recent_kv);
+  if constexpr (requires { o.n_beacon; }) o.n_beacon = s.count("n_beacon", o.n_beacon);
+  if constexpr (requires { o.pool; }) o.pool = s.pool(o.pool);
+  if constexpr (requires { o.over_queries; }) o.over_queries = s.reduce("over_queries", o.over_queries);
+  if constexpr (requires { o.over_heads; }) o.over_heads = s.reduce("over_heads", o.over_heads);
+  if constexpr (requires { o.softmax_domain; }) o.softmax_domain = s.softmax_domain(o.softmax_domain);
+  if constexpr (requires { o.head_scope; }) o.head_scope = s.head_scope(o.head_scope);
+  if constexpr (requires { o.causal; }) o.causal = s.flag("causal", o.causal);
+  if constexpr (requires { o.newest_query_twice; }) o.newest_query_twice = s.flag("newest_query_twice", o.newest_query_twice);
+  if constexpr (requires { o.lambda; }) o.lambda = s.number("lambda", o.lambda);
+  if constexpr (requires { o.redundancy; }) {
+    o.redundancy.threshold = s.number("threshold", o.redundancy.threshold);
+    o.redundancy.spare_column_zero = s.flag("spare_column_zero", o.redundancy.spare_column_zero);
+  }
+  if constexpr (requires { o.order; }) o.order = s.order(o.order);
+}
+
+/// Copies a policy for each layer, once its options were read without complaint.
+template <class Policy>
+[[nodiscard]] MadePolicy build(const typename Policy::Options& options, const Settings& settings, Session& session) {
+  if (Status s = settings.status(); !s) return s;
+  const engine::Model& model = session.model();
+  const Result<Policy> policy = [&] {
+    if constexpr (requires { Policy::make(model.shape(), options, model.rope()); })
+      return Policy::make(model.shape(), options, model.rope());
+    else
+      return Policy::make(model.shape(), options);
+  }();
+  if (!policy) return policy.status();
+  return LayeredPolicy<Policy>::make(session, std::vector<Policy>(static_cast<std::size_t>(model.layers()), *policy));
+}
+
 /// The common rule of a comparison: the prompt is kept and lies on top of the budget.
 [[nodiscard]] FixedBudget common_budget(const PolicyRequest& request, Settings& settings) {
   return {.max = request.budget, .min = settings.optional_count("budget_min")};
 }
 
-/// The newest rows that always stay under the common rule: few, because the lab's budgets are small.
-[[nodiscard]] index_t common_recent(Settings& settings) { return settings.count("n_recent_kv", 8); }
-
-/// Makes the layers' policies once the options were read without complaint.
-template <class Policy, class... Arguments>
-[[nodiscard]] MadePolicy build(Session& session, const Settings& settings, Arguments&&... arguments) {
-  if (Status s = settings.status(); !s) return s;
-  const Result<Policy> policy = Policy::make(session.model().shape(), std::forward<Arguments>(arguments)...);
-  if (!policy) return policy.status();
-  return LayeredPolicy<Policy>::make(session, std::vector<Policy>(static_cast<std::size_t>(session.model().layers()), *policy));
-}
-
-template <class Options>
-void read_common_options(Options& o, Settings& s) {
-  o.pool = s.pool(o.pool);
-  o.over_queries = s.reduce("over_queries", o.over_queries);
-  o.over_heads = s.reduce("over_heads", o.over_heads);
-  o.softmax_domain = s.softmax_domain(o.softmax_domain);
+/// Any policy with a `FixedBudget`, under the common rule. Its windows are small here, because the lab's budgets are.
+template <class Policy>
+MadePolicy make_common(const PolicyRequest& request, Settings& settings, Session& session) {
+  typename Policy::Options o{};
+  o.budget = common_budget(request, settings);
+  o.n_prefix = std::nullopt;
+  if constexpr (requires { o.n_recent_kv; }) o.n_recent_kv = 8;
+  if constexpr (requires { o.n_recent_queries; }) o.n_recent_queries = std::min<index_t>(o.n_recent_queries, 16);
+  read_options(o, settings);
+  return build<Policy>(o, settings, session);
 }
 
 /// Never evicts: a budget that nothing reaches.
 MadePolicy make_full(const PolicyRequest&, Settings& settings, Session& session) {
-  return build<RecentWindow<>>(session, settings, RecentWindowOptions<>{.budget = {.max = std::numeric_limits<index_t>::max()}});
+  return build<RecentWindow<>>({.budget = {.max = std::numeric_limits<index_t>::max()}}, settings, session);
 }
 
-MadePolicy make_random(const PolicyRequest& request, Settings& s, Session& session) {
+MadePolicy make_random(const PolicyRequest& request, Settings& settings, Session& session) {
   using Random = EvictionPolicy<NoQueries, RandomScorer, FixedBudget>;
-  Random::Parts parts{.schedule = common_budget(request, s), .protection = {.n_recent_kv = common_recent(s)}};
-  const auto seed = static_cast<std::uint64_t>(s.count("seed", request.seed));
-  if (Status status = s.status(); !status) return status;
+  Random::Parts parts{.schedule = common_budget(request, settings), .protection = {.n_recent_kv = settings.count("n_recent_kv", 8)}};
+  const auto seed = static_cast<std::uint64_t>(settings.count("seed", request.seed));
+  if (Status s = settings.status(); !s) return s;
   std::vector<Random> layers;
   for (index_t l = 0; l < session.model().layers(); ++l) {
     parts.scorer.seed = (seed << 16) + static_cast<std::uint64_t>(l);
@@ -146,95 +179,49 @@ MadePolicy make_random(const PolicyRequest& request, Settings& s, Session& sessi
   return LayeredPolicy<Random>::make(session, std::move(layers));
 }
 
-MadePolicy make_recent_window(const PolicyRequest& request, Settings& s, Session& session) {
-  if (!request.as_published) return build<RecentWindow<>>(session, s, RecentWindowOptions<>{.budget = common_budget(request, s)});
+// As published: each paper's own trigger, protection and growth. What "budget" means differs.
+
+/// StreamingLLM: sinks and a window that slides with every token.
+MadePolicy publish_recent_window(const PolicyRequest& request, Settings& settings, Session& session) {
   const FixedBudget sliding{.max = request.budget, .min = request.budget, .counts_prefix = true};
-  return build<RecentWindow<>>(session, s, RecentWindowOptions<>{.budget = sliding, .n_prefix = s.count("n_prefix", 4)});
+  return build<RecentWindow<>>({.budget = sliding, .n_prefix = settings.count("n_prefix", 4)}, settings, session);
 }
 
-template <class Options>
-[[nodiscard]] Options snapkv_options(Settings& s, Options o) {
-  o.n_recent_queries = s.count("n_recent_queries", o.n_recent_queries);
-  o.n_recent_kv = s.count("n_recent_kv", o.n_recent_kv);
-  read_common_options(o, s);
-  return o;
+MadePolicy publish_snapkv(const PolicyRequest& request, Settings& settings, Session& session) {
+  SnapKVOptions<> o{.budget = {.tokens = request.budget}};
+  read_options(o, settings);
+  return build<SnapKV<>>(o, settings, session);
 }
 
-MadePolicy make_snapkv(const PolicyRequest& request, Settings& s, Session& session) {
-  const RopeTable& rope = session.model().rope();
-  if (request.as_published) {
-    const SnapKVOptions<> o = snapkv_options(s, SnapKVOptions<>{.budget = {.tokens = request.budget}});
-    return build<SnapKV<>>(session, s, o, rope);
-  }
-  using Common = SnapKV<AttentionScorer, FixedBudget>;
-  Common::Options o{.budget = common_budget(request, s), .n_recent_queries = 16, .n_recent_kv = common_recent(s), .n_prefix = std::nullopt};
-  return build<Common>(session, s, snapkv_options(s, o), rope);
+MadePolicy publish_rpc(const PolicyRequest& request, Settings& settings, Session& session) {
+  RPCOptions<> o{.budget = {.period = request.budget, .ratio = settings.count("ratio", 4)}, .newest_query_twice = true};
+  read_options(o, settings);
+  return build<RPC<>>(o, settings, session);
 }
 
-template <class Options>
-[[nodiscard]] Options rpc_options(Settings& s, Options o) {
-  o.n_recent_queries = s.count("n_recent_queries", o.n_recent_queries);
-  o.n_recent_kv = s.count("n_recent_kv", o.n_recent_kv);
-  o.newest_query_twice = s.flag("newest_query_twice", o.newest_query_twice);
-  o.head_scope = s.head_scope(o.head_scope);
-  o.causal = s.flag("causal", o.causal);
-  read_common_options(o, s);
-  return o;
+MadePolicy publish_rkv(const PolicyRequest& request, Settings& settings, Session& session) {
+  RKVOptions<> o{.budget = {.tokens = request.budget, .interval = settings.count("interval", 128)}, .order = RKVOrder::published};
+  read_options(o, settings);
+  return build<RKV<>>(o, settings, session);
 }
 
-MadePolicy make_rpc(const PolicyRequest& request, Settings& s, Session& session) {
-  const RopeTable& rope = session.model().rope();
-  if (request.as_published) {
-    RPCOptions<> o{.budget = {.period = request.budget, .ratio = s.count("ratio", 4)}, .newest_query_twice = true};
-    return build<RPC<>>(session, s, rpc_options(s, o), rope);
-  }
-  using Common = RPC<AttentionScorer, FixedBudget>;
-  Common::Options o{.budget = common_budget(request, s), .n_recent_queries = 16, .n_recent_kv = common_recent(s)};
-  return build<Common>(session, s, rpc_options(s, o), rope);
-}
-
-template <class Options>
-[[nodiscard]] Options rkv_options(Settings& s, Options o) {
-  o.n_recent_queries = s.count("n_recent_queries", o.n_recent_queries);
-  o.n_recent_kv = s.count("n_recent_kv", o.n_recent_kv);
-  o.lambda = s.number("lambda", o.lambda);
-  o.redundancy.threshold = s.number("threshold", o.redundancy.threshold);
-  o.redundancy.spare_column_zero = s.flag("spare_column_zero", o.redundancy.spare_column_zero);
-  o.order = s.word("order", o.order == RKVOrder::published ? "published" : "chronological", {"published", "chronological"}) == "published"
-                ? RKVOrder::published
-                : RKVOrder::chronological;
-  o.causal = s.flag("causal", o.causal);
-  read_common_options(o, s);
-  return o;
-}
-
-MadePolicy make_rkv(const PolicyRequest& request, Settings& s, Session& session) {
-  const RopeTable& rope = session.model().rope();
-  if (request.as_published) {
-    RKVOptions<> o{.budget = {.tokens = request.budget, .interval = s.count("interval", 128)}, .order = RKVOrder::published};
-    return build<RKV<>>(session, s, rkv_options(s, o), rope);
-  }
-  using Common = RKV<RKVScorer, FixedBudget>;
-  Common::Options o{.budget = common_budget(request, s), .n_recent_kv = common_recent(s), .n_prefix = std::nullopt};
-  return build<Common>(session, s, rkv_options(s, o), rope);
-}
-
-MadePolicy make_beaconkv(const PolicyRequest& request, Settings& s, Session& session) {
-  BeaconKVOptions<> o{.budget = common_budget(request, s)};
-  if (!request.as_published) o.n_recent_kv = common_recent(s);
-  o.n_recent_kv = s.count("n_recent_kv", o.n_recent_kv);
-  o.n_beacon = s.count("n_beacon", o.n_beacon);
-  o.n_recent_queries = s.count("n_recent_queries", o.n_recent_queries);
-  read_common_options(o, s);
-  return build<BeaconKV<>>(session, s, o, session.model().rope());
+MadePolicy publish_beaconkv(const PolicyRequest& request, Settings& settings, Session& session) {
+  BeaconKVOptions<> o{.budget = common_budget(request, settings)};
+  read_options(o, settings);
+  return build<BeaconKV<>>(o, settings, session);
 }
 
 }  // namespace
 
 const std::vector<PolicyEntry>& policy_entries() {
   static const std::vector<PolicyEntry> entries{
-      {"full", make_full},     {"random", make_random}, {"recent_window", make_recent_window}, {"snapkv", make_snapkv},
-      {"rpc", make_rpc},       {"rkv", make_rkv},       {"beaconkv", make_beaconkv},
+      {"full", make_full, make_full},
+      {"random", make_random, make_random},
+      {"recent_window", make_common<RecentWindow<>>, publish_recent_window},
+      {"snapkv", make_common<SnapKV<AttentionScorer, FixedBudget>>, publish_snapkv},
+      {"rpc", make_common<RPC<AttentionScorer, FixedBudget>>, publish_rpc},
+      {"rkv", make_common<RKV<RKVScorer, FixedBudget>>, publish_rkv},
+      {"beaconkv", make_common<BeaconKV<>>, publish_beaconkv},
   };
   return entries;
 }

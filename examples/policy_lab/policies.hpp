@@ -5,6 +5,7 @@
 /// The policies that the lab knows by name, each ready to run on all layers of a model.
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -22,13 +23,15 @@ class ModelPolicy {
   /// A copy with the same state that works on `session`, itself a copy of the session that this one works on.
   [[nodiscard]] virtual Result<std::unique_ptr<ModelPolicy>> fork(engine::Session& session) const = 0;
 
-  /// After `session.prefill`: takes note of the prompt, and evicts where the policy does that at once.
-  [[nodiscard]] virtual Status after_prefill(engine::Session& session) = 0;
+  /// After `session.prefill`: takes note of the prompt, and evicts where the policy does that at once. Returns how many layers did.
+  [[nodiscard]] virtual Result<index_t> after_prefill(engine::Session& session) = 0;
   /// After `session.decode`, first: the views learn of the new row.
   [[nodiscard]] virtual Status append(engine::Session& session) = 0;
   /// Then: the policies see the token's queries and evict where they are due. Returns how many layers evicted.
   [[nodiscard]] virtual Result<index_t> observe_and_evict(engine::Session& session) = 0;
 
+  /// Generated tokens left by an eviction, where the rule has such a number.
+  [[nodiscard]] virtual std::optional<index_t> budget_min() const = 0;
   [[nodiscard]] virtual index_t num_tokens(index_t layer) const = 0;
   [[nodiscard]] virtual position_t position(index_t layer, index_t head, index_t slot) const = 0;
   [[nodiscard]] virtual index_t bytes_per_token() const = 0;  ///< of all layers together
@@ -44,10 +47,16 @@ struct PolicyRequest {
   index_t seed = 0;
 };
 
-/// A policy by name, and how it is made. Bad settings are errors.
+/// Makes a policy for all layers of a session. Bad settings are errors.
+using MakePolicy = Result<std::unique_ptr<ModelPolicy>> (*)(const PolicyRequest& request, Settings& settings, engine::Session& session);
+
+/// A policy by name.
 struct PolicyEntry {
   std::string_view name;
-  Result<std::unique_ptr<ModelPolicy>> (*make)(const PolicyRequest& request, Settings& settings, engine::Session& session);
+  MakePolicy make;          ///< under the rule that is common to all
+  MakePolicy as_published;  ///< by its paper's own rule
+
+  [[nodiscard]] MakePolicy maker(const PolicyRequest& request) const noexcept { return request.as_published ? as_published : make; }
 };
 
 /// All of them, in the order of the table.

@@ -8,6 +8,8 @@
 #include <chrono>
 #include <cstdio>
 #include <mutex>
+#include <optional>
+#include <set>
 #include <thread>
 
 #include "beaconkv/policy/schedule.hpp"
@@ -79,6 +81,7 @@ struct Job {
   PolicySpec spec;
   PolicyEntry entry;
   index_t budget = 0;  ///< 0: none
+  std::optional<index_t> budget_min{};
 };
 
 [[nodiscard]] Settings settings_of(const Job& job, const RunOptions& options) { return {job.spec.text, job.spec.settings, options.settings}; }
@@ -98,13 +101,14 @@ struct Job {
     if (!entry) return entry.status();
     const bool has_budget = spec.name != "full";
     for (const index_t budget : has_budget ? *budgets : std::vector<index_t>{0}) {
-      const Job job{spec, *entry, budget};
+      Job job{spec, *entry, budget};
       Settings settings = settings_of(job, options);
       request.budget = budget;
-      if (Result<std::unique_ptr<ModelPolicy>> trial = entry->make(request, settings, *session); !trial)
-        return detail::invalid(spec.text, has_budget ? " at budget " + std::to_string(budget) : "", ": ", trial.status().message());
+      const Result<std::unique_ptr<ModelPolicy>> trial = entry->maker(request)(request, settings, *session);
+      if (!trial) return detail::invalid(spec.text, has_budget ? " at budget " + std::to_string(budget) : "", ": ", trial.status().message());
+      job.budget_min = (*trial)->budget_min();
       known.insert(settings.known().begin(), settings.known().end());
-      jobs.push_back(job);
+      jobs.push_back(std::move(job));
     }
   }
   for (const auto& setting : options.settings)
@@ -135,15 +139,10 @@ struct Job {
   return summarise(problems, outcomes, true);
 }
 
-void name_budget(Row& row, const Job& job, bool as_published) {
+void name(Row& row, const Job& job) {
   row.policy = job.spec.text;
   row.budget_max = job.budget > 0 ? std::to_string(job.budget) : "-";
-  row.budget_min = "-";
-  if (job.budget == 0) return;
-  const auto own = job.spec.settings.find("budget_min");
-  const bool own_rule = as_published && (job.spec.name == "snapkv" || job.spec.name == "rpc" || job.spec.name == "rkv" || job.spec.name == "recent_window");
-  if (own_rule) return;
-  row.budget_min = own != job.spec.settings.end() ? own->second : std::to_string(FixedBudget{.max = job.budget}.lower());
+  row.budget_min = job.budget > 0 && job.budget_min ? std::to_string(*job.budget_min) : "-";
 }
 
 }  // namespace
@@ -161,6 +160,11 @@ Status run(const RunOptions& options) {
   const PolicyRequest request{.model = &*model, .as_published = options.as_published, .seed = options.seed};
   const Result<std::vector<Job>> jobs = plan_jobs(*model, options, request);
   if (!jobs) return jobs.status();
+
+  if (!options.csv.empty())  // better now than after the first row
+    if (Status s = write_csv(options.csv, {}); !s) return s;
+  if (!options.plot.empty())
+    if (Status s = check_gnuplot(); !s) return s;
 
   const std::vector<int>& eos = model->config().eos_ids;
   const index_t threads = options.threads > 0 ? options.threads : std::max<index_t>(1, static_cast<index_t>(std::thread::hardware_concurrency()));
@@ -201,7 +205,7 @@ Status run(const RunOptions& options) {
       if (!status) return status;
       row = summarise(problems, outcomes, options.compare);
     }
-    name_budget(row, job, options.as_published);
+    name(row, job);
     std::printf("%s\n", table_line(row, width).c_str());
     std::fflush(stdout);
     rows.push_back(std::move(row));

@@ -57,38 +57,41 @@ float Settings::number(const char* name, float fallback) {
   return value.value_or(fallback);
 }
 
-std::string Settings::word(const char* name, std::string_view fallback, std::initializer_list<std::string_view> allowed) {
+template <class E>
+E Settings::choice(const char* name, E fallback, std::initializer_list<std::pair<std::string_view, E>> choices) {
   const std::string* const text = find(name);
-  if (text == nullptr) return std::string(fallback);
-  if (std::find(allowed.begin(), allowed.end(), *text) != allowed.end()) return *text;
-  std::string choices;
-  for (const std::string_view choice : allowed) choices.append(choices.empty() ? "" : " or ").append(choice);
-  fail(name, *text, choices);
-  return std::string(fallback);
+  if (text == nullptr) return fallback;
+  std::string names;
+  for (const auto& [word, value] : choices) {
+    if (*text == word) return value;
+    names.append(names.empty() ? "" : " or ").append(word);
+  }
+  fail(name, *text, names);
+  return fallback;
 }
 
-bool Settings::flag(const char* name, bool fallback) { return word(name, fallback ? "1" : "0", {"0", "1"}) == "1"; }
+bool Settings::flag(const char* name, bool fallback) { return choice<bool>(name, fallback, {{"0", false}, {"1", true}}); }
 
 Reduce Settings::reduce(const char* name, Reduce fallback) {
-  const std::string_view given = fallback == Reduce::max ? "max" : (fallback == Reduce::mean ? "mean" : "sum");
-  const std::string value = word(name, given, {"max", "mean", "sum"});
-  return value == "max" ? Reduce::max : (value == "mean" ? Reduce::mean : Reduce::sum);
+  return choice<Reduce>(name, fallback, {{"max", Reduce::max}, {"mean", Reduce::mean}, {"sum", Reduce::sum}});
 }
 
 Pool Settings::pool(Pool fallback) {
-  const std::string_view given = fallback.kind == PoolKind::none ? "none" : (fallback.kind == PoolKind::max ? "max" : "average");
-  const std::string kind = word("pool", given, {"none", "average", "max"});
-  const PoolKind value = kind == "none" ? PoolKind::none : (kind == "max" ? PoolKind::max : PoolKind::average);
-  return {value, count("kernel", fallback.kernel)};
+  const PoolKind kind = choice<PoolKind>("pool", fallback.kind, {{"none", PoolKind::none}, {"average", PoolKind::average}, {"max", PoolKind::max}});
+  return {kind, count("kernel", fallback.kernel)};
 }
 
 HeadScope Settings::head_scope(HeadScope fallback) {
-  return word("head_scope", fallback == HeadScope::layer ? "layer" : "group", {"group", "layer"}) == "layer" ? HeadScope::layer : HeadScope::group;
+  return choice<HeadScope>("head_scope", fallback, {{"group", HeadScope::group}, {"layer", HeadScope::layer}});
 }
 
 SoftmaxDomain Settings::softmax_domain(SoftmaxDomain fallback) {
-  const std::string_view given = fallback == SoftmaxDomain::all_visible ? "all_visible" : "candidates_only";
-  return word("softmax_domain", given, {"all_visible", "candidates_only"}) == "all_visible" ? SoftmaxDomain::all_visible : SoftmaxDomain::candidates_only;
+  return choice<SoftmaxDomain>("softmax_domain", fallback,
+                               {{"all_visible", SoftmaxDomain::all_visible}, {"candidates_only", SoftmaxDomain::candidates_only}});
+}
+
+RKVOrder Settings::order(RKVOrder fallback) {
+  return choice<RKVOrder>("order", fallback, {{"chronological", RKVOrder::chronological}, {"published", RKVOrder::published}});
 }
 
 Status Settings::status() const {

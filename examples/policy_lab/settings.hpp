@@ -11,8 +11,7 @@
 #include <string_view>
 #include <vector>
 
-#include "beaconkv/algorithm/pooling.hpp"
-#include "beaconkv/types.hpp"
+#include "beaconkv/policy/rkv.hpp"
 
 namespace beaconkv::lab {
 
@@ -35,7 +34,7 @@ class Settings {
   [[nodiscard]] Pool pool(Pool fallback);
   [[nodiscard]] HeadScope head_scope(HeadScope fallback);
   [[nodiscard]] SoftmaxDomain softmax_domain(SoftmaxDomain fallback);
-  [[nodiscard]] std::string word(const char* name, std::string_view fallback, std::initializer_list<std::string_view> allowed);
+  [[nodiscard]] RKVOrder order(RKVOrder fallback);
 
   /// The first unreadable value, or an own setting that nobody asked for.
   [[nodiscard]] Status status() const;
@@ -43,6 +42,8 @@ class Settings {
   [[nodiscard]] const std::set<std::string>& known() const noexcept { return known_; }
 
  private:
+  template <class E>
+  [[nodiscard]] E choice(const char* name, E fallback, std::initializer_list<std::pair<std::string_view, E>> choices);
   [[nodiscard]] const std::string* find(const char* name);
   void fail(const char* name, const std::string& value, const std::string& expected);
 

@@ -136,9 +136,13 @@ Status write_csv(const std::filesystem::path& file, const std::vector<Row>& rows
   return {};
 }
 
+Status check_gnuplot() {
+  if (std::system("command -v gnuplot > /dev/null 2>&1") == 0) return {};
+  return detail::error(StatusCode::unsupported, "--plot needs gnuplot, which is not installed; the table and --csv do without it");
+}
+
 Status write_plot(const std::filesystem::path& file, const std::vector<Row>& rows) {
-  if (std::system("command -v gnuplot > /dev/null 2>&1") != 0)
-    return detail::error(StatusCode::unsupported, "--plot = ", file.string(), ": gnuplot is not installed; the table and --csv do without it");
+  if (Status s = check_gnuplot(); !s) return s;
   std::vector<std::string> policies;
   for (const Row& row : rows)
     if (std::find(policies.begin(), policies.end(), row.policy) == policies.end()) policies.push_back(row.policy);

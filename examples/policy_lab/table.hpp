@@ -48,6 +48,9 @@ struct Row {
 /// Errors name the file.
 [[nodiscard]] Status write_csv(const std::filesystem::path& file, const std::vector<Row>& rows);
 
+/// An error where `write_plot` could not work.
+[[nodiscard]] Status check_gnuplot();
+
 /// Exact answers over the budget, one curve a policy, as PNG by gnuplot. Errors where gnuplot is missing or fails.
 [[nodiscard]] Status write_plot(const std::filesystem::path& file, const std::vector<Row>& rows);
 
