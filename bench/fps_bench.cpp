@@ -89,6 +89,12 @@ void fps(benchmark::State& state) {
 }
 
 BENCHMARK(naive)->Args({32, 16})->Args({256, 16})->ArgNames({"rows", "picked"})->Unit(benchmark::kMicrosecond);
-BENCHMARK(fps)->Args({32, 16})->Args({256, 16})->Args({1024, 16})->Args({8192, 16})->ArgNames({"rows", "picked"})->Unit(benchmark::kMicrosecond);
+BENCHMARK(fps)
+    ->Args({32, 16})
+    ->Args({256, 16})
+    ->Args({1024, 16})
+    ->Args({8192, 16})
+    ->ArgNames({"rows", "picked"})
+    ->Unit(benchmark::kMicrosecond);
 
 }  // namespace

@@ -1,8 +1,8 @@
 // beaconkv: KV-cache eviction policies. SPDX-License-Identifier: MIT
 
 /// \file
-/// Top-K with ties to the lowest slot and an ascending result, beside nth_element and sort of indices; on random and on tied scores.
-/// 64 inputs in rotation, since one repeated input would be learnt by the branch predictor.
+/// Top-K with ties to the lowest slot and an ascending result, beside nth_element and sort of indices; on random and on tied
+/// scores. 64 inputs in rotation, since one repeated input would be learnt by the branch predictor.
 
 #include <benchmark/benchmark.h>
 
@@ -41,7 +41,8 @@ void nth_element_and_sort(benchmark::State& state) {
   for (auto _ : state) {
     const float* const s = scores.data() + input * n;
     std::iota(order.begin(), order.end(), slot_t{0});
-    std::nth_element(order.begin(), order.begin() + k, order.end(), [&](slot_t a, slot_t b) { return s[a] != s[b] ? s[a] > s[b] : a < b; });
+    std::nth_element(order.begin(), order.begin() + k, order.end(),
+                     [&](slot_t a, slot_t b) { return s[a] != s[b] ? s[a] > s[b] : a < b; });
     std::sort(order.begin(), order.begin() + k);
     benchmark::DoNotOptimize(order.data());
     input = (input + 1) % inputs;

@@ -15,7 +15,8 @@ struct KeyNormScorer {
   [[nodiscard]] Status validate(const Shape&) const { return {}; }
 
   template <CacheReader Cache>
-  [[nodiscard]] Result<ScoreReport> score(const Cache& cache, const Observations&, Range candidates, ScoreMatrix out, Workspace& work) const {
+  [[nodiscard]] Result<ScoreReport> score(const Cache& cache, const Observations&, Range candidates, ScoreMatrix out,
+                                          Workspace& work) const {
     const Workspace::Frame frame(work);
     const std::span<float> scratch = work.take<float>(cache.key_dim());
     for (index_t h = 0; h < out.heads; ++h)
@@ -45,7 +46,8 @@ int main() {
   evict(policy, cache.view(), work).or_throw();
 
   std::printf("kept positions:");
-  for (index_t slot = 0; slot < cache.view().num_tokens(); ++slot) std::printf(" %td", static_cast<index_t>(cache.view().position(0, slot)));
+  for (index_t slot = 0; slot < cache.view().num_tokens(); ++slot)
+    std::printf(" %td", static_cast<index_t>(cache.view().position(0, slot)));
   std::printf("\n");
   return cache.view().position(0, 1) == 1 ? 0 : 1;  // the prefix (position 0), then 1, 3, 5, 7 as far as the budget goes
 }

@@ -15,7 +15,8 @@ namespace {
 constexpr Shape shape{.query_heads = 8, .kv_heads = 2, .head_dim = 64};
 constexpr index_t capacity = 512;
 
-/// Stands for one attention layer of an engine: it owns keys and values, `[kv_head][capacity][head_dim]`, and makes up its tokens.
+/// Stands for one attention layer of an engine: it owns keys and values, `[kv_head][capacity][head_dim]`, and makes up its
+/// tokens.
 struct Engine {
   std::vector<float> k = std::vector<float>(static_cast<std::size_t>(shape.kv_heads * capacity * shape.head_dim));
   std::vector<float> v = k;
@@ -44,8 +45,8 @@ int main() {
   // README: begin
   RopeTable rope({.head_dim = 64, .theta = 1e6});
   BeaconKV policy(shape, {.budget = {.max = 128, .min = 112}, .n_beacon = 16, .n_recent_queries = 16, .n_recent_kv = 32}, rope);
-  auto cache = PlaneCache<float>::head_major(engine.k.data(), engine.v.data(), shape, capacity);  // a view of the engine's memory
-  Workspace work(policy.workspace_size(capacity));                                                // once; nothing allocates after this
+  auto cache = PlaneCache<float>::head_major(engine.k.data(), engine.v.data(), shape, capacity);  // a view, no copy
+  Workspace work(policy.workspace_size(capacity));  // once; nothing allocates after this
 
   for (position_t t = 0; t < 20; ++t) engine.step(rope, t, t);  // the engine reads a prompt of 20 tokens
   cache.append_run(0, 20).or_throw();
@@ -59,7 +60,7 @@ int main() {
   }
   // README: end
 
-  std::printf("%td of %td tokens are cached; the newest is at position %td\n", cache.num_tokens(), static_cast<index_t>(cache.next_position()),
-              static_cast<index_t>(cache.position(0, cache.num_tokens() - 1)));
+  std::printf("%td of %td tokens are cached; the newest is at position %td\n", cache.num_tokens(),
+              static_cast<index_t>(cache.next_position()), static_cast<index_t>(cache.position(0, cache.num_tokens() - 1)));
   return cache.num_tokens() < 20 + 128 ? 0 : 1;
 }

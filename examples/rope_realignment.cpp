@@ -1,7 +1,8 @@
 // beaconkv: KV-cache eviction policies. SPDX-License-Identifier: MIT
 
 /// \file
-/// Keys that were rotated to one position, moved to another: alone, and over a cache whose gaps are closed (as StreamingLLM does).
+/// Keys that were rotated to one position, moved to another: alone, and over a cache whose gaps are closed (as StreamingLLM
+/// does).
 
 #include <beaconkv/beaconkv.hpp>
 #include <cmath>

@@ -13,7 +13,9 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-[[nodiscard]] double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+[[nodiscard]] double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
 
 [[nodiscard]] bool ends_text(int token, const EvaluationOptions& options) {
   return std::find(options.eos.begin(), options.eos.end(), token) != options.eos.end();
@@ -25,8 +27,8 @@ struct Sequence {
   std::unique_ptr<ModelPolicy> policy;
   std::optional<double> prefill_eviction_us{};  ///< set where the prompt itself was cut
 
-  [[nodiscard]] static Result<Sequence> begin(const engine::Model& model, const PolicyEntry& entry, const PolicyRequest& request, Settings& settings,
-                                              std::span<const int> prompt) {
+  [[nodiscard]] static Result<Sequence> begin(const engine::Model& model, const PolicyEntry& entry,
+                                              const PolicyRequest& request, Settings& settings, std::span<const int> prompt) {
     Result<engine::Session> session = engine::Session::make(model, request.capacity);
     if (!session) return session.status();
     Sequence sequence{std::move(*session), nullptr, {}};
@@ -74,7 +76,8 @@ struct Sequence {
   return std::max(kl, 0.0);
 }
 
-/// How much of the full cache's attention, in its newest step, falls on what the policy's cache still holds: mean over layers and heads.
+/// How much of the full cache's attention, in its newest step, falls on what the policy's cache still holds: mean over layers
+/// and heads.
 [[nodiscard]] double mass_kept(const engine::Session& full, const ModelPolicy& policy) {
   const Shape& shape = full.model().shape();
   double total = 0;
@@ -120,8 +123,8 @@ Result<FullText> generate_full(const engine::Model& model, const Problem& proble
   return full;
 }
 
-Result<Outcome> evaluate(const engine::Model& model, const PolicyEntry& entry, PolicyRequest request, Settings settings, const Problem& problem,
-                         const FullText& full, const EvaluationOptions& options) {
+Result<Outcome> evaluate(const engine::Model& model, const PolicyEntry& entry, PolicyRequest request, Settings settings,
+                         const Problem& problem, const FullText& full, const EvaluationOptions& options) {
   request.model = &model;
   request.capacity = static_cast<index_t>(problem.prompt.size()) + options.max_new;
   Result<Sequence> forced = Sequence::begin(model, entry, request, settings, problem.prompt);
@@ -176,7 +179,8 @@ Result<Outcome> evaluate(const engine::Model& model, const PolicyEntry& entry, P
     outcome.state_bytes = std::max(outcome.state_bytes, forced->policy->state_bytes());
   }
   outcome.same_text = !own_text;
-  outcome.exact = problem.answer.empty() ? outcome.same_text : problem.answered_by(own_text ? *own_text : full.tokens, options.eos);
+  outcome.exact =
+      problem.answer.empty() ? outcome.same_text : problem.answered_by(own_text ? *own_text : full.tokens, options.eos);
   outcome.kl /= static_cast<double>(std::max<index_t>(1, outcome.tokens));
   outcome.mass_kept = steps > 0 ? mass / static_cast<double>(steps) : 1;
   return outcome;

@@ -20,30 +20,32 @@ struct FullText {
 
 /// What one policy did on one problem.
 struct Outcome {
-  bool exact = false;         ///< answered rightly
-  bool same_text = false;     ///< token for token the full cache's text
-  double kl = 0;              ///< mean over the tokens of the full cache's text, nats
-  double mass_kept = 1;       ///< mean over decode steps, layers and query heads
-  index_t tokens = 0;         ///< of the full cache's text
-  double seconds = 0;         ///< of the decode steps along that text, evictions included
+  bool exact = false;      ///< answered rightly
+  bool same_text = false;  ///< token for token the full cache's text
+  double kl = 0;           ///< mean over the tokens of the full cache's text, nats
+  double mass_kept = 1;    ///< mean over decode steps, layers and query heads
+  index_t tokens = 0;      ///< of the full cache's text
+  double seconds = 0;      ///< of the decode steps along that text, evictions included
   std::size_t peak_kv_bytes = 0;
-  std::size_t state_bytes = 0;  ///< at most, of all layers
+  std::size_t state_bytes = 0;      ///< at most, of all layers
   std::vector<double> eviction_us;  ///< one for each step in which something was evicted, all layers together
 };
 
 /// How a problem is run.
 struct EvaluationOptions {
-  index_t max_new = 0;   ///< longest text
+  index_t max_new = 0;     ///< longest text
   std::vector<int> eos{};  ///< tokens that end a text
-  bool compare = true;   ///< a shadow full cache runs beside the policy: gives `kl` and `mass_kept`
+  bool compare = true;     ///< a shadow full cache runs beside the policy: gives `kl` and `mass_kept`
 };
 
 /// The full cache's greedy text.
-[[nodiscard]] Result<FullText> generate_full(const engine::Model& model, const Problem& problem, const EvaluationOptions& options);
+[[nodiscard]] Result<FullText> generate_full(const engine::Model& model, const Problem& problem,
+                                             const EvaluationOptions& options);
 
-/// Runs a policy twice over a problem, as one run with a fork: along the full cache's text, which gives everything that is compared
-/// or timed; and, from where the policy would first have written another token, on by itself, which gives the answer.
-[[nodiscard]] Result<Outcome> evaluate(const engine::Model& model, const PolicyEntry& entry, PolicyRequest request, Settings settings, const Problem& problem,
-                                       const FullText& full, const EvaluationOptions& options);
+/// Runs a policy twice over a problem, as one run with a fork: along the full cache's text, which gives everything that is
+/// compared or timed; and, from where the policy would first have written another token, on by itself, which gives the answer.
+[[nodiscard]] Result<Outcome> evaluate(const engine::Model& model, const PolicyEntry& entry, PolicyRequest request,
+                                       Settings settings, const Problem& problem, const FullText& full,
+                                       const EvaluationOptions& options);
 
 }  // namespace beaconkv::lab

@@ -14,7 +14,9 @@ namespace {
 void add_setting(CLI::App& app, beaconkv::lab::RunOptions& options, const std::string& name, const std::string& help) {
   std::string flag = "--" + name;
   std::replace(flag.begin(), flag.end(), '_', '-');
-  app.add_option_function<std::string>(flag, [&options, name](const std::string& value) { options.settings[name] = value; }, help)->group("Settings of all policies that have them");
+  app.add_option_function<std::string>(
+         flag, [&options, name](const std::string& value) { options.settings[name] = value; }, help)
+      ->group("Settings of all policies that have them");
 }
 
 }  // namespace
@@ -27,14 +29,20 @@ int main(int argc, char** argv) {
 
   CLI::App* const run = app.add_subcommand("run", "Every policy at every budget on the same problems: one table");
   run->add_option("--model", options.model, "Folder with config.json and model.safetensors (Hugging Face layout)")->required();
-  run->add_option("--prompts", options.prompts, "JSON lines: prompt_ids or prompt, and optionally id, level, expected_ids, answer_ids")->required();
-  run->add_option("--policies", options.policies, "Names with optional settings, such as rkv:lambda=0.1,beaconkv")->capture_default_str();
+  run->add_option("--prompts", options.prompts,
+                  "JSON lines: prompt_ids or prompt, and optionally id, level, expected_ids, answer_ids")
+      ->required();
+  run->add_option("--policies", options.policies, "Names with optional settings, such as rkv:lambda=0.1,beaconkv")
+      ->capture_default_str();
   run->add_option("--budgets", options.budgets, "Generated tokens that a KV head may hold at most")->capture_default_str();
-  run->add_option("--limit", options.limit, "So many problems, evenly over the levels, in file order (0: all)")->capture_default_str();
-  run->add_option("--max-new", options.max_new, "Longest text (0: 24 more than the longest right one of the level)")->capture_default_str();
+  run->add_option("--limit", options.limit, "So many problems, evenly over the levels, in file order (0: all)")
+      ->capture_default_str();
+  run->add_option("--max-new", options.max_new, "Longest text (0: 24 more than the longest right one of the level)")
+      ->capture_default_str();
   run->add_option("--seed", options.seed, "Of the policy 'random'")->capture_default_str();
   run->add_option("--threads", options.threads, "Problems at a time (0: one a core)")->capture_default_str();
-  run->add_flag("--as-published", options.as_published, "Each policy with its paper's trigger, protection and growth instead of one rule for all");
+  run->add_flag("--as-published", options.as_published,
+                "Each policy with its paper's trigger, protection and growth instead of one rule for all");
   run->add_flag("--no-compare", fast, "Without the shadow full cache: no KL, no attention mass, half the time");
   run->add_option("--csv", options.csv, "Write the table here, too");
   run->add_option("--plot", options.plot, "Draw exact answers over the budget as PNG (needs gnuplot)");

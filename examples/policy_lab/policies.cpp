@@ -39,7 +39,8 @@ class LayeredPolicy final : public ModelPolicy {
   [[nodiscard]] MadePolicy fork(Session& session) const override {
     auto copy = std::unique_ptr<LayeredPolicy>(new LayeredPolicy(policies_, caches_, work_));
     for (index_t l = 0; l < layers(); ++l)
-      if (Status s = copy->cache(l).rebase(plane_of(session, session.keys(l)), plane_of(session, session.values(l))); !s) return s;
+      if (Status s = copy->cache(l).rebase(plane_of(session, session.keys(l)), plane_of(session, session.values(l))); !s)
+        return s;
     return std::unique_ptr<ModelPolicy>(std::move(copy));
   }
 
@@ -71,7 +72,9 @@ class LayeredPolicy final : public ModelPolicy {
     if constexpr (requires { policies_.front().schedule().lower(); }) return policies_.front().schedule().lower();
     return std::nullopt;
   }
-  [[nodiscard]] index_t num_tokens(index_t layer) const override { return caches_[static_cast<std::size_t>(layer)].num_tokens(); }
+  [[nodiscard]] index_t num_tokens(index_t layer) const override {
+    return caches_[static_cast<std::size_t>(layer)].num_tokens();
+  }
   [[nodiscard]] position_t position(index_t layer, index_t head, index_t slot) const override {
     return caches_[static_cast<std::size_t>(layer)].position(head, slot);
   }
@@ -166,7 +169,8 @@ MadePolicy make_full(const PolicyRequest&, Settings& settings, Session& session)
 
 MadePolicy make_random(const PolicyRequest& request, Settings& settings, Session& session) {
   using Random = EvictionPolicy<NoQueries, RandomScorer, FixedBudget>;
-  Random::Parts parts{.schedule = common_budget(request, settings), .protection = {.n_recent_kv = settings.count("n_recent_kv", 8)}};
+  Random::Parts parts{.schedule = common_budget(request, settings),
+                      .protection = {.n_recent_kv = settings.count("n_recent_kv", 8)}};
   const auto seed = static_cast<std::uint64_t>(settings.count("seed", request.seed));
   if (Status s = settings.status(); !s) return s;
   std::vector<Random> layers;
@@ -200,7 +204,8 @@ MadePolicy publish_rpc(const PolicyRequest& request, Settings& settings, Session
 }
 
 MadePolicy publish_rkv(const PolicyRequest& request, Settings& settings, Session& session) {
-  RKVOptions<> o{.budget = {.tokens = request.budget, .interval = settings.count("interval", 128)}, .order = RKVOrder::published};
+  RKVOptions<> o{.budget = {.tokens = request.budget, .interval = settings.count("interval", 128)},
+                 .order = RKVOrder::published};
   read_options(o, settings);
   return build<RKV<>>(o, settings, session);
 }

@@ -23,7 +23,8 @@ class ModelPolicy {
   /// A copy with the same state that works on `session`, itself a copy of the session that this one works on.
   [[nodiscard]] virtual Result<std::unique_ptr<ModelPolicy>> fork(engine::Session& session) const = 0;
 
-  /// After `session.prefill`: takes note of the prompt, and evicts where the policy does that at once. Returns how many layers did.
+  /// After `session.prefill`: takes note of the prompt, and evicts where the policy does that at once. Returns how many layers
+  /// did.
   [[nodiscard]] virtual Result<index_t> after_prefill(engine::Session& session) = 0;
   /// After `session.decode`, first: the views learn of the new row.
   [[nodiscard]] virtual Status append(engine::Session& session) = 0;
@@ -41,14 +42,15 @@ class ModelPolicy {
 /// What a policy is made for.
 struct PolicyRequest {
   const engine::Model* model = nullptr;
-  index_t capacity = 0;      ///< rows of the session
+  index_t capacity = 0;  ///< rows of the session
   index_t budget = 0;
   bool as_published = false;  ///< the paper's own trigger, protection and growth instead of the common rule
   index_t seed = 0;
 };
 
 /// Makes a policy for all layers of a session. Bad settings are errors.
-using MakePolicy = Result<std::unique_ptr<ModelPolicy>> (*)(const PolicyRequest& request, Settings& settings, engine::Session& session);
+using MakePolicy = Result<std::unique_ptr<ModelPolicy>> (*)(const PolicyRequest& request, Settings& settings,
+                                                            engine::Session& session);
 
 /// A policy by name.
 struct PolicyEntry {
@@ -56,7 +58,9 @@ struct PolicyEntry {
   MakePolicy make;          ///< under the rule that is common to all
   MakePolicy as_published;  ///< by its paper's own rule
 
-  [[nodiscard]] MakePolicy maker(const PolicyRequest& request) const noexcept { return request.as_published ? as_published : make; }
+  [[nodiscard]] MakePolicy maker(const PolicyRequest& request) const noexcept {
+    return request.as_published ? as_published : make;
+  }
 };
 
 /// All of them, in the order of the table.

@@ -15,11 +15,13 @@ namespace {
 using nlohmann::json;
 
 /// Token ids under `key`; none where the key is absent.
-[[nodiscard]] Result<std::vector<int>> read_ids(const json& line, const char* key, index_t vocab_size, const std::string& where) {
+[[nodiscard]] Result<std::vector<int>> read_ids(const json& line, const char* key, index_t vocab_size,
+                                                const std::string& where) {
   std::vector<int> ids;
   const auto found = line.find(key);
   if (found == line.end()) return ids;
-  if (!found->is_array()) return detail::invalid(where, ": ", key, " = ", engine::shown(*found), ": must be a list of token ids");
+  if (!found->is_array())
+    return detail::invalid(where, ": ", key, " = ", engine::shown(*found), ": must be a list of token ids");
   for (const json& id : *found) {
     if (!id.is_number_integer() || id.get<double>() < 0 || id.get<double>() >= static_cast<double>(vocab_size))
       return detail::invalid(where, ": ", key, " has ", engine::shown(id), ": token ids are whole numbers below ", vocab_size);
@@ -28,7 +30,8 @@ using nlohmann::json;
   return ids;
 }
 
-[[nodiscard]] Result<Problem> read_problem(const json& line, const engine::Vocabulary* words, index_t vocab_size, const std::string& where) {
+[[nodiscard]] Result<Problem> read_problem(const json& line, const engine::Vocabulary* words, index_t vocab_size,
+                                           const std::string& where) {
   if (!line.is_object()) return detail::invalid(where, ": ", engine::shown(line), ": must be an object");
   Problem problem;
   if (const auto id = line.find("id"); id != line.end()) problem.id = id->is_string() ? id->get<std::string>() : id->dump();
@@ -37,15 +40,18 @@ using nlohmann::json;
       return detail::invalid(where, ": level = ", engine::shown(*level), ": must be a whole number");
     problem.level = level->get<int>();
   }
-  for (const auto& [key, ids] : {std::pair{"prompt_ids", &problem.prompt}, {"expected_ids", &problem.expected}, {"answer_ids", &problem.answer}}) {
+  for (const auto& [key, ids] :
+       {std::pair{"prompt_ids", &problem.prompt}, {"expected_ids", &problem.expected}, {"answer_ids", &problem.answer}}) {
     Result<std::vector<int>> read = read_ids(line, key, vocab_size, where);
     if (!read) return read.status();
     *ids = std::move(*read);
   }
   if (problem.prompt.empty()) {
     const auto text = line.find("prompt");
-    if (text == line.end() || !text->is_string()) return detail::invalid(where, ": has neither prompt_ids nor a text under prompt");
-    if (words == nullptr) return detail::invalid(where, ": has no prompt_ids, and the model folder has no vocab.json to read prompt by");
+    if (text == line.end() || !text->is_string())
+      return detail::invalid(where, ": has neither prompt_ids nor a text under prompt");
+    if (words == nullptr)
+      return detail::invalid(where, ": has no prompt_ids, and the model folder has no vocab.json to read prompt by");
     Result<std::vector<int>> ids = words->encode(text->get<std::string>());
     if (!ids) return detail::invalid(where, ": prompt: ", ids.status().message());
     problem.prompt = std::move(*ids);
@@ -59,15 +65,18 @@ using nlohmann::json;
 bool Problem::answered_by(const std::vector<int>& generated, const std::vector<int>& eos) const {
   if (answer.empty() || generated.empty() || std::find(eos.begin(), eos.end(), generated.back()) == eos.end()) return false;
   const auto text_end = generated.end() - 1;
-  if (const auto last = std::find_end(expected.begin(), expected.end(), answer.begin(), answer.end()); last != expected.end() && last != expected.begin()) {
+  if (const auto last = std::find_end(expected.begin(), expected.end(), answer.begin(), answer.end());
+      last != expected.end() && last != expected.begin()) {
     const int marker = *(last - 1);
     const auto found = std::find(generated.begin(), text_end, marker);
     return found != text_end && std::equal(found + 1, text_end, answer.begin(), answer.end());
   }
-  return text_end - generated.begin() >= static_cast<std::ptrdiff_t>(answer.size()) && std::equal(answer.rbegin(), answer.rend(), generated.rbegin() + 1);
+  return text_end - generated.begin() >= static_cast<std::ptrdiff_t>(answer.size()) &&
+         std::equal(answer.rbegin(), answer.rend(), generated.rbegin() + 1);
 }
 
-Result<std::vector<Problem>> load_problems(const std::filesystem::path& file, const std::filesystem::path& model_directory, index_t vocab_size) {
+Result<std::vector<Problem>> load_problems(const std::filesystem::path& file, const std::filesystem::path& model_directory,
+                                           index_t vocab_size) {
   std::ifstream in(file);
   if (!in) return detail::invalid("--prompts = ", file.string(), ": cannot be read");
   std::optional<engine::Vocabulary> words;

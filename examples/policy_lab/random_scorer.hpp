@@ -15,10 +15,13 @@ struct RandomScorer {
   [[nodiscard]] Status validate(const Shape&) const { return {}; }
 
   template <CacheReader Cache>
-  [[nodiscard]] Result<ScoreReport> score(const Cache& cache, const Observations&, Range candidates, ScoreMatrix out, Workspace&) const {
+  [[nodiscard]] Result<ScoreReport> score(const Cache& cache, const Observations&, Range candidates, ScoreMatrix out,
+                                          Workspace&) const {
     for (index_t h = 0; h < out.heads; ++h) {
-      std::uint64_t state = seed + static_cast<std::uint64_t>(h) * 0x632BE59BD9B4E019U + static_cast<std::uint64_t>(cache.position(h, out.tokens - 1)) * 0x9FB21C651E98DF25U;
-      for (index_t j = candidates.first; j < candidates.last; ++j) out.row(h)[static_cast<std::size_t>(j)] = static_cast<float>(next(state) >> 40);
+      std::uint64_t state = seed + static_cast<std::uint64_t>(h) * 0x632BE59BD9B4E019U +
+                            static_cast<std::uint64_t>(cache.position(h, out.tokens - 1)) * 0x9FB21C651E98DF25U;
+      for (index_t j = candidates.first; j < candidates.last; ++j)
+        out.row(h)[static_cast<std::size_t>(j)] = static_cast<float>(next(state) >> 40);
     }
     return ScoreReport{};
   }

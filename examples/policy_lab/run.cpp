@@ -19,11 +19,12 @@
 namespace beaconkv::lab {
 namespace {
 
-/// How far a row is: one line that is written over on a terminal, a plain line every ten seconds elsewhere. To stderr, so that the
-/// table can be redirected.
+/// How far a row is: one line that is written over on a terminal, a plain line every ten seconds elsewhere. To stderr, so that
+/// the table can be redirected.
 class Progress {
  public:
-  Progress(std::string label, std::size_t total) : label_(std::move(label)), total_(total), terminal_(isatty(STDERR_FILENO) == 1) {}
+  Progress(std::string label, std::size_t total)
+      : label_(std::move(label)), total_(total), terminal_(isatty(STDERR_FILENO) == 1) {}
   ~Progress() {
     if (terminal_) std::fprintf(stderr, "\r\033[K");
   }
@@ -37,7 +38,8 @@ class Progress {
     if (terminal_) {
       constexpr std::size_t width = 30;
       const std::size_t filled = width * done_ / total_;
-      std::fprintf(stderr, "\r\033[K%s [%s%s] %zu/%zu", label_.c_str(), std::string(filled, '#').c_str(), std::string(width - filled, '.').c_str(), done_, total_);
+      std::fprintf(stderr, "\r\033[K%s [%s%s] %zu/%zu", label_.c_str(), std::string(filled, '#').c_str(),
+                   std::string(width - filled, '.').c_str(), done_, total_);
       std::fflush(stderr);
     } else if (now - last_ > std::chrono::seconds(10)) {
       std::fprintf(stderr, "%s: %zu of %zu problems\n", label_.c_str(), done_, total_);
@@ -54,7 +56,8 @@ class Progress {
   std::mutex mutex_;
 };
 
-/// `work(i)` for all `i < count` on some threads. The error of the lowest `i` that failed is returned; after an error nothing new begins.
+/// `work(i)` for all `i < count` on some threads. The error of the lowest `i` that failed is returned; after an error nothing
+/// new begins.
 template <class Work>
 [[nodiscard]] Status for_each_problem(std::size_t count, index_t threads, const std::string& label, Work&& work) {
   Progress progress(label, count);
@@ -84,7 +87,9 @@ struct Job {
   std::optional<index_t> budget_min{};
 };
 
-[[nodiscard]] Settings settings_of(const Job& job, const RunOptions& options) { return {job.spec.text, job.spec.settings, options.settings}; }
+[[nodiscard]] Settings settings_of(const Job& job, const RunOptions& options) {
+  return {job.spec.text, job.spec.settings, options.settings};
+}
 
 /// Every row that was asked for. Policies are made once for a trial, so that what cannot work is known before anything runs.
 [[nodiscard]] Result<std::vector<Job>> plan_jobs(const engine::Model& model, const RunOptions& options, PolicyRequest request) {
@@ -105,7 +110,9 @@ struct Job {
       Settings settings = settings_of(job, options);
       request.budget = budget;
       const Result<std::unique_ptr<ModelPolicy>> trial = entry->maker(request)(request, settings, *session);
-      if (!trial) return detail::invalid(spec.text, has_budget ? " at budget " + std::to_string(budget) : "", ": ", trial.status().message());
+      if (!trial)
+        return detail::invalid(spec.text, has_budget ? " at budget " + std::to_string(budget) : "", ": ",
+                               trial.status().message());
       job.budget_min = (*trial)->budget_min();
       known.insert(settings.known().begin(), settings.known().end());
       jobs.push_back(std::move(job));
@@ -125,7 +132,8 @@ struct Job {
   return longest > 0 ? static_cast<index_t>(longest) + 24 : 1024;
 }
 
-[[nodiscard]] Row row_of_full(const std::vector<Problem>& problems, const std::vector<FullText>& texts, const std::vector<int>& eos, std::size_t bytes_per_token) {
+[[nodiscard]] Row row_of_full(const std::vector<Problem>& problems, const std::vector<FullText>& texts,
+                              const std::vector<int>& eos, std::size_t bytes_per_token) {
   std::vector<Outcome> outcomes;
   for (std::size_t i = 0; i < problems.size(); ++i) {
     Outcome o;
@@ -167,11 +175,14 @@ Status run(const RunOptions& options) {
     if (Status s = check_gnuplot(); !s) return s;
 
   const std::vector<int>& eos = model->config().eos_ids;
-  const index_t threads = options.threads > 0 ? options.threads : std::max<index_t>(1, static_cast<index_t>(std::thread::hardware_concurrency()));
+  const index_t threads =
+      options.threads > 0 ? options.threads : std::max<index_t>(1, static_cast<index_t>(std::thread::hardware_concurrency()));
   std::vector<EvaluationOptions> how(problems.size());
-  for (std::size_t i = 0; i < problems.size(); ++i) how[i] = {max_new_of(problems[i], problems, options.max_new), eos, options.compare};
+  for (std::size_t i = 0; i < problems.size(); ++i)
+    how[i] = {max_new_of(problems[i], problems, options.max_new), eos, options.compare};
 
-  std::printf("%s: %td weights, %td layers; %zu problems; %s\n", options.model.string().c_str(), model->weight_count(), model->layers(), problems.size(),
+  std::printf("%s: %td weights, %td layers; %zu problems; %s\n", options.model.string().c_str(), model->weight_count(),
+              model->layers(), problems.size(),
               options.as_published ? "each policy as published" : "one rule for all: prompt kept, on top of the budget");
   std::size_t width = 14;
   for (const Job& job : *jobs) width = std::max(width, job.spec.text.size());
@@ -190,7 +201,8 @@ Status run(const RunOptions& options) {
   for (const Job& job : *jobs) {
     Row row;
     if (job.budget == 0) {
-      const auto bytes = static_cast<std::size_t>(2 * model->layers() * model->shape().kv_heads * model->shape().head_dim) * sizeof(float);
+      const auto bytes =
+          static_cast<std::size_t>(2 * model->layers() * model->shape().kv_heads * model->shape().head_dim) * sizeof(float);
       row = row_of_full(problems, texts, eos, bytes);
     } else {
       std::vector<Outcome> outcomes(problems.size());
@@ -198,7 +210,8 @@ Status run(const RunOptions& options) {
       job_request.budget = job.budget;
       const std::string label = job.spec.text + " at " + std::to_string(job.budget);
       status = for_each_problem(problems.size(), threads, label, [&](std::size_t i) {
-        Result<Outcome> outcome = evaluate(*model, job.entry, job_request, settings_of(job, options), problems[i], texts[i], how[i]);
+        Result<Outcome> outcome =
+            evaluate(*model, job.entry, job_request, settings_of(job, options), problems[i], texts[i], how[i]);
         if (outcome) outcomes[i] = std::move(*outcome);
         return outcome ? Status() : detail::invalid("problem ", problems[i].id, ", ", label, ": ", outcome.status().message());
       });

@@ -77,7 +77,8 @@ Reduce Settings::reduce(const char* name, Reduce fallback) {
 }
 
 Pool Settings::pool(Pool fallback) {
-  const PoolKind kind = choice<PoolKind>("pool", fallback.kind, {{"none", PoolKind::none}, {"average", PoolKind::average}, {"max", PoolKind::max}});
+  const PoolKind kind = choice<PoolKind>("pool", fallback.kind,
+                                         {{"none", PoolKind::none}, {"average", PoolKind::average}, {"max", PoolKind::max}});
   return {kind, count("kernel", fallback.kernel)};
 }
 
@@ -86,8 +87,9 @@ HeadScope Settings::head_scope(HeadScope fallback) {
 }
 
 SoftmaxDomain Settings::softmax_domain(SoftmaxDomain fallback) {
-  return choice<SoftmaxDomain>("softmax_domain", fallback,
-                               {{"all_visible", SoftmaxDomain::all_visible}, {"candidates_only", SoftmaxDomain::candidates_only}});
+  return choice<SoftmaxDomain>(
+      "softmax_domain", fallback,
+      {{"all_visible", SoftmaxDomain::all_visible}, {"candidates_only", SoftmaxDomain::candidates_only}});
 }
 
 RKVOrder Settings::order(RKVOrder fallback) {

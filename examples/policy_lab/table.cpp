@@ -27,7 +27,8 @@ namespace {
 [[nodiscard]] std::string by_level(const Row& row) {
   std::string text;
   for (const auto& [level, counts] : row.exact_by_level)
-    text.append(text.empty() ? "" : "/").append(fixed(100.0 * static_cast<double>(counts.first) / static_cast<double>(counts.second), 0));
+    text.append(text.empty() ? "" : "/")
+        .append(fixed(100.0 * static_cast<double>(counts.first) / static_cast<double>(counts.second), 0));
   return text;
 }
 
@@ -37,7 +38,9 @@ namespace {
 }
 
 /// Policy names may hold commas only inside settings, and quotes never; quoting is for readers that split at commas.
-[[nodiscard]] std::string csv_field(const std::string& text) { return text.find_first_of(",\"") == std::string::npos ? text : '"' + text + '"'; }
+[[nodiscard]] std::string csv_field(const std::string& text) {
+  return text.find_first_of(",\"") == std::string::npos ? text : '"' + text + '"';
+}
 
 }  // namespace
 
@@ -80,9 +83,22 @@ Row summarise(const std::vector<Problem>& problems, const std::vector<Outcome>& 
 }
 
 const std::vector<std::string>& column_names() {
-  static const std::vector<std::string> names{"policy",        "budget_max",          "budget_min",    "problems",    "exact_percent",     "exact_by_level",
-                                              "same_text_percent", "mean_kl",         "attention_mass_kept", "peak_kv_bytes", "state_bytes", "tokens_per_second",
-                                              "evictions",     "evict_p50_us",        "evict_p99_us",  "evict_max_us"};
+  static const std::vector<std::string> names{"policy",
+                                              "budget_max",
+                                              "budget_min",
+                                              "problems",
+                                              "exact_percent",
+                                              "exact_by_level",
+                                              "same_text_percent",
+                                              "mean_kl",
+                                              "attention_mass_kept",
+                                              "peak_kv_bytes",
+                                              "state_bytes",
+                                              "tokens_per_second",
+                                              "evictions",
+                                              "evict_p50_us",
+                                              "evict_p99_us",
+                                              "evict_max_us"};
   return names;
 }
 
@@ -109,7 +125,8 @@ std::vector<std::string> cells(const Row& row) {
 namespace {
 
 /// Column heads of the terminal table: two short words above each other would be more than a terminal is wide.
-const std::vector<std::string> short_names{"policy", "max", "min", "n", "exact%", "by level", "same%", "KL", "mass", "KV bytes", "state", "tok/s", "evict", "p50us", "p99us", "maxus"};
+const std::vector<std::string> short_names{"policy", "max",      "min",   "n",     "exact%", "by level", "same%", "KL",
+                                           "mass",   "KV bytes", "state", "tok/s", "evict",  "p50us",    "p99us", "maxus"};
 const std::vector<std::size_t> widths{0, 6, 6, 4, 6, 12, 6, 7, 6, 9, 8, 6, 6, 6, 6, 6};
 
 [[nodiscard]] std::string line_of(const std::vector<std::string>& values, std::size_t policy_width) {
@@ -138,7 +155,8 @@ Status write_csv(const std::filesystem::path& file, const std::vector<Row>& rows
 
 Status check_gnuplot() {
   if (std::system("command -v gnuplot > /dev/null 2>&1") == 0) return {};
-  return detail::error(StatusCode::unsupported, "--plot needs gnuplot, which is not installed; the table and --csv do without it");
+  return detail::error(StatusCode::unsupported,
+                       "--plot needs gnuplot, which is not installed; the table and --csv do without it");
 }
 
 Status write_plot(const std::filesystem::path& file, const std::vector<Row>& rows) {
@@ -154,19 +172,24 @@ Status write_plot(const std::filesystem::path& file, const std::vector<Row>& row
   FILE* const gnuplot = popen("gnuplot 2>&1", "w");
   if (gnuplot == nullptr) return detail::invalid("--plot = ", file.string(), ": gnuplot does not start");
   std::string script = "set terminal pngcairo size 900,600\nset output '" + file.string() +
-                       "'\nset xlabel 'budget (generated tokens kept per KV head, at most)'\nset ylabel 'exact answers, %'\nset yrange [-2:102]\n"
+                       "'\nset xlabel 'budget (generated tokens kept per KV head, at most)'\nset ylabel 'exact answers, "
+                       "%'\nset yrange [-2:102]\n"
                        "set key outside right\nset grid\nset style data linespoints\nset xrange [" +
                        fixed(*budgets.begin() * 0.9, 3) + ":" + fixed(*budgets.rbegin() * 1.1, 3) + "]\n";
   std::string curves;
   std::string data;
   for (const std::string& policy : policies) {
-    curves.append(curves.empty() ? "plot " : ", ").append("'-' title '").append(policy).append("' noenhanced linewidth 2 pointsize 1.2");
+    curves.append(curves.empty() ? "plot " : ", ")
+        .append("'-' title '")
+        .append(policy)
+        .append("' noenhanced linewidth 2 pointsize 1.2");
     for (const Row& row : rows) {
       if (row.policy != policy) continue;
       if (row.budget_max != "-") {
         data.append(row.budget_max).append(" ").append(fixed(row.exact_percent, 3)).append("\n");
       } else {  // no budget: a level line
-        for (const double budget : {*budgets.begin() * 0.9, *budgets.rbegin() * 1.1}) data.append(fixed(budget, 3)).append(" ").append(fixed(row.exact_percent, 3)).append("\n");
+        for (const double budget : {*budgets.begin() * 0.9, *budgets.rbegin() * 1.1})
+          data.append(fixed(budget, 3)).append(" ").append(fixed(row.exact_percent, 3)).append("\n");
       }
     }
     data.append("e\n");

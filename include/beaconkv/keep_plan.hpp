@@ -89,8 +89,8 @@ class KeepPlan {
     if (next < tokens_before_) f(Range{next, tokens_before_});
   }
 
-  /// Calls `f(to, from, count)` for each maximal run of kept slots of `head`; `to <= from`, ascending, so that the moves are safe in place from
-  /// front to back. Runs that stay where they are are reported too (`to == from`).
+  /// Calls `f(to, from, count)` for each maximal run of kept slots of `head`; `to <= from`, ascending, so that the moves are
+  /// safe in place from front to back. Runs that stay where they are are reported too (`to == from`).
   template <class F>
   void for_each_move(index_t head, F&& f) const {
     const std::span<const slot_t> slots = kept(head);
@@ -142,7 +142,8 @@ class KeepPlan {
   [[nodiscard]] std::span<const T> part(const std::vector<T>& all, index_t head) const noexcept {
     const auto s = static_cast<std::size_t>(sets() == 1 ? 0 : head);
     BEACONKV_ASSERT(s + 1 < offsets_.size());
-    return std::span(all).subspan(static_cast<std::size_t>(offsets_[s]), static_cast<std::size_t>(offsets_[s + 1] - offsets_[s]));
+    return std::span(all).subspan(static_cast<std::size_t>(offsets_[s]),
+                                  static_cast<std::size_t>(offsets_[s + 1] - offsets_[s]));
   }
 
   std::uint64_t epoch_ = 0;

@@ -71,8 +71,8 @@ class [[nodiscard]] Status {
 template <class T>
 class [[nodiscard]] Result {
  public:
-  Result(T value) : value_(std::move(value)) {}              // NOLINT: a value is a result
-  Result(Status error) : status_(std::move(error)) {         // NOLINT: so is an error
+  Result(T value) : value_(std::move(value)) {}       // NOLINT: a value is a result
+  Result(Status error) : status_(std::move(error)) {  // NOLINT: so is an error
     BEACONKV_ASSERT(!status_.ok());
   }
 
@@ -81,8 +81,14 @@ class [[nodiscard]] Result {
   [[nodiscard]] const Status& status() const noexcept { return status_; }
 
   /// Precondition: `ok()`.
-  [[nodiscard]] T& operator*() noexcept { BEACONKV_ASSERT(ok()); return *value_; }
-  [[nodiscard]] const T& operator*() const noexcept { BEACONKV_ASSERT(ok()); return *value_; }
+  [[nodiscard]] T& operator*() noexcept {
+    BEACONKV_ASSERT(ok());
+    return *value_;
+  }
+  [[nodiscard]] const T& operator*() const noexcept {
+    BEACONKV_ASSERT(ok());
+    return *value_;
+  }
   [[nodiscard]] T* operator->() noexcept { return &**this; }
   [[nodiscard]] const T* operator->() const noexcept { return &**this; }
 
@@ -103,10 +109,8 @@ namespace detail {
 
 inline void append(std::string& out, std::string_view text) { out += text; }
 template <class N>
-  requires std::is_arithmetic_v<N>
-void append(std::string& out, N number) {
-  out += std::to_string(number);
-}
+requires std::is_arithmetic_v<N>
+void append(std::string& out, N number) { out += std::to_string(number); }
 
 /// One message from texts and numbers: `error(code, "budget.max = ", max, ": must be positive")`.
 template <class... Parts>

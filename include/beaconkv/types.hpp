@@ -16,9 +16,9 @@
 
 namespace beaconkv::inline v0 {
 
-using index_t = std::ptrdiff_t;     ///< counts, sizes and strides (in elements), signed
-using position_t = std::int64_t;    ///< true absolute token position
-using slot_t = std::int32_t;        ///< row in the cache, as it is stored in plans
+using index_t = std::ptrdiff_t;   ///< counts, sizes and strides (in elements), signed
+using position_t = std::int64_t;  ///< true absolute token position
+using slot_t = std::int32_t;      ///< row in the cache, as it is stored in plans
 
 /// The attention shape of one layer.
 struct Shape {
@@ -35,8 +35,8 @@ struct Shape {
   if (shape.kv_heads < 1) return detail::invalid("shape.kv_heads = ", shape.kv_heads, ": must be at least 1");
   if (shape.head_dim < 1) return detail::invalid("shape.head_dim = ", shape.head_dim, ": must be at least 1");
   if (shape.query_heads < 1 || shape.query_heads % shape.kv_heads != 0)
-    return detail::invalid("shape.query_heads = ", shape.query_heads, ": must be a positive multiple of shape.kv_heads = ",
-                           shape.kv_heads);
+    return detail::invalid("shape.query_heads = ", shape.query_heads,
+                           ": must be a positive multiple of shape.kv_heads = ", shape.kv_heads);
   return {};
 }
 

@@ -25,13 +25,13 @@ enum class PoolStage : std::uint8_t { query_head, kv_head };
 
 /// Everything in which the published attention scores differ.
 struct AttentionOptions {
-  Reduce over_queries = Reduce::max;                 ///< over the rows of a query head
-  Reduce over_heads = Reduce::max;                   ///< over the query heads of a group: max or mean
-  GroupStage group_stage = GroupStage::weights;      ///< `logits`: the group meets before the softmax
+  Reduce over_queries = Reduce::max;             ///< over the rows of a query head
+  Reduce over_heads = Reduce::max;               ///< over the query heads of a group: max or mean
+  GroupStage group_stage = GroupStage::weights;  ///< `logits`: the group meets before the softmax
   Pool pool{};
   PoolStage pool_stage = PoolStage::kv_head;
-  std::optional<float> scale{};                      ///< of the logits; default 1 / sqrt(dim)
-  std::optional<float> logit_softcap{};              ///< c: logits become `c * tanh(logit / c)`
+  std::optional<float> scale{};          ///< of the logits; default 1 / sqrt(dim)
+  std::optional<float> logit_softcap{};  ///< c: logits become `c * tanh(logit / c)`
 };
 
 [[nodiscard]] inline Status validate(const AttentionOptions& options) {
@@ -60,7 +60,9 @@ struct ScoreReport {
 namespace detail {
 
 /// Keys are read in tiles of this many rows at most, so that Eigen's products stay below its stack limit and never allocate.
-[[nodiscard]] constexpr index_t tile_rows(index_t dim) noexcept { return std::clamp<index_t>(16384 / std::max<index_t>(dim, 1), 1, 64); }
+[[nodiscard]] constexpr index_t tile_rows(index_t dim) noexcept {
+  return std::clamp<index_t>(16384 / std::max<index_t>(dim, 1), 1, 64);
+}
 
 using RowMajor = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
 using ConstRowMap = Eigen::Map<const RowMajor, 0, Eigen::OuterStride<>>;
@@ -107,7 +109,9 @@ struct AttentionScratch {
 class LogitTile {
  public:
   LogitTile(const AttentionQueries& queries, const AttentionOptions& options)
-      : queries_(queries), scale_(options.scale.value_or(1.0F / std::sqrt(static_cast<float>(queries.dim)))), softcap_(options.logit_softcap) {
+      : queries_(queries),
+        scale_(options.scale.value_or(1.0F / std::sqrt(static_cast<float>(queries.dim)))),
+        softcap_(options.logit_softcap) {
     const auto [low, high] = std::minmax_element(queries.visible.begin(), queries.visible.end());
     all_see_below_ = low == queries.visible.end() ? 0 : *low;
     static_cast<void>(high);
@@ -183,8 +187,8 @@ inline void exponentials(float* logits, index_t keys, index_t m, float* top, flo
 }
 
 /// One number a key from a head's weights: rows `[first_row, first_row + rows)` of `e` [keys][m].
-inline void reduce_rows(const float* e, index_t keys, index_t m, index_t first_row, index_t rows, const float* weight, Reduce how,
-                        std::span<float> out) {
+inline void reduce_rows(const float* e, index_t keys, index_t m, index_t first_row, index_t rows, const float* weight,
+                        Reduce how, std::span<float> out) {
   using Rows = Eigen::Map<const Eigen::ArrayXf>;
   const Rows w(weight + first_row, rows);
   const float divisor = how == Reduce::mean ? static_cast<float>(rows) : 1.0F;
@@ -214,22 +218,25 @@ inline void pool_in_place(std::span<float> scores, const Pool& pool, std::span<f
 /// \param domain the keys that share each row's softmax.
 /// \param pooled the part of the domain that the pool smooths, as if nothing stood beside it; the rest is left as it is.
 ///
-/// A row that sees no key contributes 0; it still counts as a row in a mean. A key with a NaN or infinity gets the score NaN and no
-/// weight; a query row with one has no weight. Both are counted. Float arithmetic, sums in a fixed order; no allocation.
+/// A row that sees no key contributes 0; it still counts as a row in a mean. A key with a NaN or infinity gets the score NaN
+/// and no weight; a query row with one has no weight. Both are counted. Float arithmetic, sums in a fixed order; no allocation.
 /// O(group * rows * keys * dim). Errors: bad options, sizes that do not match, `work` too small.
 template <class Keys>
-[[nodiscard]] Result<ScoreReport> attention_scores(const Keys& keys, const AttentionQueries& queries, Range domain, Range pooled,
-                                                   const AttentionOptions& options, std::span<float> out, Workspace& work) {
+[[nodiscard]] Result<ScoreReport> attention_scores(const Keys& keys, const AttentionQueries& queries, Range domain,
+                                                   Range pooled, const AttentionOptions& options, std::span<float> out,
+                                                   Workspace& work) {
   const index_t n = domain.size();
   const index_t all_rows = queries.group * queries.rows;
   if (Status s = validate(options); !s) return s;
   if (queries.group < 1 || queries.rows < 0 || queries.dim < 1)
-    return detail::invalid("queries: group = ", queries.group, ", rows = ", queries.rows, ", dim = ", queries.dim, ": must be positive");
+    return detail::invalid("queries: group = ", queries.group, ", rows = ", queries.rows, ", dim = ", queries.dim,
+                           ": must be positive");
   if (static_cast<index_t>(queries.visible.size()) != all_rows)
     return detail::invalid("queries.visible has ", queries.visible.size(), " entries: ", all_rows, " are needed");
   if (domain.first < 0 || n < 0) return detail::invalid("domain = [", domain.first, ", ", domain.last, "): must be ascending");
   if (pooled.first < domain.first || pooled.last > domain.last || pooled.size() < 0)
-    return detail::invalid("pooled = [", pooled.first, ", ", pooled.last, "): must lie in the domain [", domain.first, ", ", domain.last, ")");
+    return detail::invalid("pooled = [", pooled.first, ", ", pooled.last, "): must lie in the domain [", domain.first, ", ",
+                           domain.last, ")");
   if (static_cast<index_t>(out.size()) != n) return detail::invalid("out has ", out.size(), " numbers: the domain has ", n);
   if (Status s = work.require(attention_workspace_size(queries.group, queries.rows, queries.dim, n)); !s) return s;
 
@@ -238,7 +245,8 @@ template <class Keys>
   const bool one_head = options.group_stage == GroupStage::logits;
   const index_t m = one_head ? queries.rows : all_rows;
   ScoreReport report;
-  for (index_t r = 0; r < all_rows; ++r) report.num_non_finite += detail::all_finite(queries.data + r * queries.dim, queries.dim) ? 0 : 1;
+  for (index_t r = 0; r < all_rows; ++r)
+    report.num_non_finite += detail::all_finite(queries.data + r * queries.dim, queries.dim) ? 0 : 1;
 
   const detail::LogitTile logit_tile(queries, options);
   const index_t step = detail::tile_rows(queries.dim);
@@ -258,8 +266,10 @@ template <class Keys>
   const index_t heads = one_head ? 1 : queries.group;
   std::fill(out.begin(), out.end(), 0.0F);
   for (index_t g = 0; g < heads && queries.rows > 0; ++g) {
-    detail::reduce_rows(scratch.logits.data(), n, m, g * queries.rows, queries.rows, scratch.weight.data(), options.over_queries, scratch.column);
-    if (options.pool_stage == PoolStage::query_head) detail::pool_in_place(poolable(scratch.column), options.pool, scratch.pooled);
+    detail::reduce_rows(scratch.logits.data(), n, m, g * queries.rows, queries.rows, scratch.weight.data(),
+                        options.over_queries, scratch.column);
+    if (options.pool_stage == PoolStage::query_head)
+      detail::pool_in_place(poolable(scratch.column), options.pool, scratch.pooled);
     for (std::size_t j = 0; j < out.size(); ++j)
       out[j] = options.over_heads == Reduce::max ? std::max(out[j], scratch.column[j]) : out[j] + scratch.column[j];
   }

@@ -37,8 +37,12 @@ class ContinualFps {
   /// The buffered rows, in time order.
   [[nodiscard]] ConstRows rows() const noexcept { return {rows_.data(), size_, dim_, dim_}; }
   /// What was pushed along with each row (its position).
-  [[nodiscard]] std::span<const position_t> tags() const noexcept { return std::span(tags_).first(static_cast<std::size_t>(size_)); }
-  [[nodiscard]] std::size_t state_bytes() const noexcept { return rows_.size() * sizeof(float) + tags_.size() * sizeof(position_t); }
+  [[nodiscard]] std::span<const position_t> tags() const noexcept {
+    return std::span(tags_).first(static_cast<std::size_t>(size_));
+  }
+  [[nodiscard]] std::size_t state_bytes() const noexcept {
+    return rows_.size() * sizeof(float) + tags_.size() * sizeof(position_t);
+  }
 
   /// Scratch of every call that takes a workspace; `prefill_rows` counts for `prefill` only.
   [[nodiscard]] WorkspaceSize workspace_size(index_t prefill_rows = 0) const {
@@ -57,7 +61,8 @@ class ContinualFps {
   }
 
   /// Adds `count` rows at once (a prompt) and reduces the buffer and them together, in one shot, where they exceed `n_min`.
-  /// A prompt given in chunks is reduced once a chunk. `load(i, out)` writes row `i`; tags ascend from `first_tag`. No allocation.
+  /// A prompt given in chunks is reduced once a chunk. `load(i, out)` writes row `i`; tags ascend from `first_tag`. No
+  /// allocation.
   template <class Load>
   [[nodiscard]] Status prefill(index_t count, Load&& load, position_t first_tag, Workspace& work) {
     if (count < 0) return detail::invalid("count = ", count, ": must not be negative");
@@ -98,7 +103,11 @@ class ContinualFps {
 
  private:
   ContinualFps(index_t dim, index_t n_min, index_t n_max)
-      : dim_(dim), n_min_(n_min), n_max_(n_max), rows_(static_cast<std::size_t>(n_max * dim)), tags_(static_cast<std::size_t>(n_max)) {}
+      : dim_(dim),
+        n_min_(n_min),
+        n_max_(n_max),
+        rows_(static_cast<std::size_t>(n_max * dim)),
+        tags_(static_cast<std::size_t>(n_max)) {}
 
   /// Scratch of one sampling over the buffered rows and `n - size` more.
   struct Reduction {

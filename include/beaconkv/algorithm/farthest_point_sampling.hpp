@@ -58,7 +58,8 @@ class FpsRun {
     for (index_t d = 0; d < dim_; ++d) x[d] = static_cast<float>(static_cast<double>(x[d]) * scale);
   }
 
-  /// Picks `count` more points; their indices, in order of selection, go to `out`. Returns how many: fewer only where no point is left.
+  /// Picks `count` more points; their indices, in order of selection, go to `out`. Returns how many: fewer only where no point
+  /// is left.
   index_t run(std::span<const slot_t> start, index_t count, slot_t* out) noexcept {
     const index_t left = n_ - static_cast<index_t>(start.size());
     for (const slot_t s : start) state_[at(s)] = chosen;
@@ -154,7 +155,8 @@ class FpsRun {
 [[nodiscard]] inline Result<index_t> farthest_point_sampling(const ConstRows& rows, index_t count, std::span<slot_t> selected,
                                                              Workspace& work, const FpsOptions& options = {}) {
   if (count < 0) return detail::invalid("count = ", count, ": must not be negative");
-  if (rows.rows < 0 || rows.dim < 1) return detail::invalid("rows = ", rows.rows, ", dim = ", rows.dim, ": must be at least 0 and 1");
+  if (rows.rows < 0 || rows.dim < 1)
+    return detail::invalid("rows = ", rows.rows, ", dim = ", rows.dim, ": must be at least 0 and 1");
   if (count > 0 && rows.rows == 0) return detail::invalid("rows = 0: there is nothing to pick ", count, " from");
   const index_t left = rows.rows - static_cast<index_t>(options.start.size());
   if (static_cast<index_t>(selected.size()) < std::min(count, std::max<index_t>(left, 0)))
@@ -162,7 +164,8 @@ class FpsRun {
   for (std::size_t i = 0; i < options.start.size(); ++i) {
     const slot_t s = options.start[i];
     if (s < 0 || s >= rows.rows) return detail::invalid("start[", i, "] = ", s, ": must be a row below ", rows.rows);
-    if (std::find(options.start.begin(), options.start.begin() + static_cast<index_t>(i), s) != options.start.begin() + static_cast<index_t>(i))
+    if (std::find(options.start.begin(), options.start.begin() + static_cast<index_t>(i), s) !=
+        options.start.begin() + static_cast<index_t>(i))
       return detail::invalid("start[", i, "] = ", s, ": is there twice");
   }
   if (Status s = work.require(fps_workspace_size(rows.rows, rows.dim)); !s) return s;

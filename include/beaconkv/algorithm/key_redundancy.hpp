@@ -4,8 +4,8 @@
 /// \file
 /// How much a cached key repeats others: the second half of R-KV's score.
 ///
-/// Source: R-KV (arXiv 2505.24133), as its published code computes it (`cal_similarity`), which differs from the paper's text: every row
-/// spares one look-alike of its own, and a row without a look-alike spares column 0.
+/// Source: R-KV (arXiv 2505.24133), as its published code computes it (`cal_similarity`), which differs from the paper's text:
+/// every row spares one look-alike of its own, and a row without a look-alike spares column 0.
 
 #include <Eigen/Core>
 #include <algorithm>
@@ -20,23 +20,25 @@ namespace beaconkv::inline v0 {
 
 /// Which of its look-alikes (the columns above the threshold) a row spares.
 enum class SparedLookAlike : std::uint8_t {
-  last,        ///< the newest (published `last` and `last_percent`)
-  column_zero, ///< always column 0 (what the published `first` comes to)
-  first_percent, ///< what the published `first_percent` comes to: column 0 unless more than `L - int(L * ratio)` are alike
+  last,           ///< the newest (published `last` and `last_percent`)
+  column_zero,    ///< always column 0 (what the published `first` comes to)
+  first_percent,  ///< what the published `first_percent` comes to: column 0 unless more than `L - int(L * ratio)` are alike
 };
 
 struct RedundancyOptions {
-  float threshold = 0.5F;                          ///< cosine above which two keys are look-alikes
+  float threshold = 0.5F;  ///< cosine above which two keys are look-alikes
   SparedLookAlike spared = SparedLookAlike::last;
-  float ratio = 0.1F;                              ///< of `first_percent` only
-  /// Published: a row without any look-alike spares column 0, which makes the oldest token look less redundant. False: it spares none.
+  float ratio = 0.1F;  ///< of `first_percent` only
+  /// Published: a row without any look-alike spares column 0, which makes the oldest token look less redundant. False: it
+  /// spares none.
   bool spare_column_zero = true;
 };
 
 [[nodiscard]] inline Status validate(const RedundancyOptions& options, index_t keys) {
   if (!(options.threshold >= -1.0F && options.threshold <= 1.0F))
     return detail::invalid("redundancy.threshold = ", options.threshold, ": must be between -1 and 1");
-  if (options.spared == SparedLookAlike::first_percent && static_cast<index_t>(static_cast<double>(keys) * static_cast<double>(options.ratio)) < 1)
+  if (options.spared == SparedLookAlike::first_percent &&
+      static_cast<index_t>(static_cast<double>(keys) * static_cast<double>(options.ratio)) < 1)
     return detail::invalid("redundancy.ratio = ", options.ratio, ": no entry of ", keys, " keys is left");
   return {};
 }
@@ -59,7 +61,8 @@ struct RedundancyScratch {
 };
 
 /// The column that row `i` spares, or -1. `strip` is [keys][rows], `r` the row within it.
-[[nodiscard]] inline index_t spared_column(const float* strip, index_t keys, index_t rows, index_t r, const RedundancyOptions& options) noexcept {
+[[nodiscard]] inline index_t spared_column(const float* strip, index_t keys, index_t rows, index_t r,
+                                           const RedundancyOptions& options) noexcept {
   if (options.spared == SparedLookAlike::column_zero) return 0;
   if (options.spared == SparedLookAlike::last) {
     for (index_t j = keys - 1; j >= 0; --j)
@@ -82,15 +85,15 @@ struct RedundancyScratch {
   return detail::measure([&](Workspace& work) { static_cast<void>(detail::RedundancyScratch(work, keys, dim)); });
 }
 
-/// For each of `n` keys of one head, the mean cosine of all keys to it, after every key spared one of its look-alikes: to `out`.
-/// A softmax over `out` (`detail::softmax`) gives R-KV's redundancy.
+/// For each of `n` keys of one head, the mean cosine of all keys to it, after every key spared one of its look-alikes: to
+/// `out`. A softmax over `out` (`detail::softmax`) gives R-KV's redundancy.
 ///
-/// With `S` the matrix of cosines and a zero diagonal: every row `i` sets one entry `S[i][c(i)]` to 0 (`RedundancyOptions`), and
-/// `out[j] = sum over i of S[i][j] / n`. Norms get 1e-8 added, as published. A key with a NaN or infinity counts as zero.
+/// With `S` the matrix of cosines and a zero diagonal: every row `i` sets one entry `S[i][c(i)]` to 0 (`RedundancyOptions`),
+/// and `out[j] = sum over i of S[i][j] / n`. Norms get 1e-8 added, as published. A key with a NaN or infinity counts as zero.
 /// O(n * n * dim), no allocation.
 template <class Keys>
-[[nodiscard]] Status key_redundancy_means(const Keys& keys, index_t n, index_t dim, const RedundancyOptions& options, std::span<float> out,
-                                          Workspace& work) {
+[[nodiscard]] Status key_redundancy_means(const Keys& keys, index_t n, index_t dim, const RedundancyOptions& options,
+                                          std::span<float> out, Workspace& work) {
   if (Status s = validate(options, n); !s) return s;
   if (static_cast<index_t>(out.size()) != n) return detail::invalid("out has ", out.size(), " numbers: there are ", n, " keys");
   if (Status s = work.require(key_redundancy_workspace_size(n, dim)); !s) return s;
@@ -113,8 +116,8 @@ template <class Keys>
   for (index_t first = 0; first < n; first += detail::redundancy_strip) {
     const index_t rows = std::min(detail::redundancy_strip, n - first);
     for (index_t j = 0; j < n; j += step)
-      detail::products({scratch.unit.data() + first * dim, rows, dim, dim}, {scratch.unit.data() + j * dim, std::min(step, n - j), dim, dim},
-                       strip + j * rows);
+      detail::products({scratch.unit.data() + first * dim, rows, dim, dim},
+                       {scratch.unit.data() + j * dim, std::min(step, n - j), dim, dim}, strip + j * rows);
     for (index_t r = 0; r < rows; ++r) {
       strip[(first + r) * rows + r] = 0.0F;
       const index_t spared = detail::spared_column(strip, n, rows, r, options);
@@ -132,7 +135,8 @@ template <class Keys>
 
 /// `key_redundancy_means` and a softmax over all `n` keys: sums to 1, larger = more redundant.
 template <class Keys>
-[[nodiscard]] Status key_redundancy(const Keys& keys, index_t n, index_t dim, const RedundancyOptions& options, std::span<float> out, Workspace& work) {
+[[nodiscard]] Status key_redundancy(const Keys& keys, index_t n, index_t dim, const RedundancyOptions& options,
+                                    std::span<float> out, Workspace& work) {
   if (Status s = key_redundancy_means(keys, n, dim, options, out, work); !s) return s;
   detail::softmax(out);
   return {};

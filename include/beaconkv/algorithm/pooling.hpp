@@ -27,7 +27,8 @@ struct Pool {
 
 /// Even kernels are refused: with the published padding they would yield one score more than there are tokens.
 [[nodiscard]] inline Status validate(const Pool& pool) {
-  if (pool.kernel < 1 || pool.kernel % 2 == 0) return detail::invalid("pool.kernel = ", pool.kernel, ": must be odd and positive");
+  if (pool.kernel < 1 || pool.kernel % 2 == 0)
+    return detail::invalid("pool.kernel = ", pool.kernel, ": must be odd and positive");
   return {};
 }
 
@@ -47,7 +48,8 @@ inline void pool_scores(std::span<const float> in, const Pool& pool, std::span<f
       const float x = in[static_cast<std::size_t>(j)];
       value = pool.kind == PoolKind::max ? std::max(value, x) : value + x;
     }
-    out[static_cast<std::size_t>(i)] = pool.kind == PoolKind::average ? value / static_cast<float>(pool.active() ? pool.kernel : 1) : value;
+    out[static_cast<std::size_t>(i)] =
+        pool.kind == PoolKind::average ? value / static_cast<float>(pool.active() ? pool.kernel : 1) : value;
   }
 }
 

@@ -4,8 +4,8 @@
 /// \file
 /// Rotary position embedding: rotate, unrotate and re-align vectors, for every common variant.
 ///
-/// Source: Su et al., RoFormer (arXiv 2104.09864) eq. 34; the scalings as Hugging Face Transformers computes them. Frequencies and
-/// angles are formed in double, so that a move over 100,000 positions is as exact as one over ten; vectors are float.
+/// Source: Su et al., RoFormer (arXiv 2104.09864) eq. 34; the scalings as Hugging Face Transformers computes them. Frequencies
+/// and angles are formed in double, so that a move over 100,000 positions is as exact as one over ten; vectors are float.
 
 #include <cmath>
 #include <numbers>
@@ -49,7 +49,8 @@ struct YarnScaling {
   double beta_slow = 1;
   std::optional<double> attention_factor{};
 };
-/// The engine's own inverse frequencies, one a pair (`rotary_dim / 2` of them): the safest choice, since nothing is derived twice.
+/// The engine's own inverse frequencies, one a pair (`rotary_dim / 2` of them): the safest choice, since nothing is derived
+/// twice.
 struct GivenFrequencies {
   std::vector<double> inv_freq;
   double attention_factor = 1;
@@ -94,8 +95,8 @@ class RopeTable {
   /// Radians per position of each pair, scaling included.
   [[nodiscard]] std::span<const double> inv_freq() const noexcept { return inv_freq_; }
 
-  /// The rotation by `delta` positions, written to `scratch` (`rotary_dim` floats). O(D) sines and cosines: form it once for all
-  /// vectors of a position.
+  /// The rotation by `delta` positions, written to `scratch` (`rotary_dim` floats). O(D) sines and cosines: form it once for
+  /// all vectors of a position.
   [[nodiscard]] RopeRotation rotation(position_t delta, std::span<float> scratch) const noexcept;
 
   /// Turns the first `rotary_dim` numbers of `row` and multiplies them by `factor`; the rest stays, bit for bit.
@@ -128,13 +129,15 @@ class RopeTable {
   std::vector<double> inv_freq_;
 };
 
-/// Moves a row that `from_table` rotated at `from` to where `to_table` would have put it at `to` (a switch between two LongRoPE tables,
-/// say). Both must have the same head dimension, rotary dimension and layout.
-[[nodiscard]] inline Status realign(float* row, const RopeTable& from_table, position_t from, const RopeTable& to_table, position_t to) {
+/// Moves a row that `from_table` rotated at `from` to where `to_table` would have put it at `to` (a switch between two LongRoPE
+/// tables, say). Both must have the same head dimension, rotary dimension and layout.
+[[nodiscard]] inline Status realign(float* row, const RopeTable& from_table, position_t from, const RopeTable& to_table,
+                                    position_t to) {
   if (from_table.head_dim() != to_table.head_dim() || from_table.rotary_dim() != to_table.rotary_dim() ||
       from_table.layout() != to_table.layout())
-    return detail::error(StatusCode::unsupported, "realign: the two RoPE tables differ in head_dim (", from_table.head_dim(), ", ",
-                         to_table.head_dim(), "), rotary_dim (", from_table.rotary_dim(), ", ", to_table.rotary_dim(), ") or layout");
+    return detail::error(StatusCode::unsupported, "realign: the two RoPE tables differ in head_dim (", from_table.head_dim(),
+                         ", ", to_table.head_dim(), "), rotary_dim (", from_table.rotary_dim(), ", ", to_table.rotary_dim(),
+                         ") or layout");
   from_table.unrotate(row, from);
   to_table.rotate(row, to);
   return {};
@@ -144,7 +147,8 @@ namespace detail {
 
 [[nodiscard]] inline std::vector<double> rope_frequencies(index_t rotary_dim, double theta) {
   std::vector<double> freq(static_cast<std::size_t>(rotary_dim / 2));
-  for (std::size_t i = 0; i < freq.size(); ++i) freq[i] = std::pow(theta, -2.0 * static_cast<double>(i) / static_cast<double>(rotary_dim));
+  for (std::size_t i = 0; i < freq.size(); ++i)
+    freq[i] = std::pow(theta, -2.0 * static_cast<double>(i) / static_cast<double>(rotary_dim));
   return freq;
 }
 
@@ -181,21 +185,25 @@ inline void scale_yarn(std::vector<double>& freq, const YarnScaling& s, double t
 /// Empty where the scaling's numbers can work.
 [[nodiscard]] inline Status validate_scaling(const RopeScaling& scaling, index_t rotary_dim, double theta) {
   const auto factor_of = [](const auto& s) -> double {
-    if constexpr (requires { s.factor; }) return s.factor;
-    else return 1;
+    if constexpr (requires { s.factor; })
+      return s.factor;
+    else
+      return 1;
   };
   const double factor = std::visit(factor_of, scaling);
   if (!positive(factor)) return invalid("scaling.factor = ", factor, ": must be positive");
   if (std::holds_alternative<NtkScaling>(scaling) && rotary_dim <= 2)
     return invalid("rotary_dim = ", rotary_dim, ": NTK scaling needs more than 2");
   if (const auto* s = std::get_if<Llama3Scaling>(&scaling)) {
-    if (!positive(s->original_max_position)) return invalid("scaling.original_max_position = ", s->original_max_position, ": must be positive");
+    if (!positive(s->original_max_position))
+      return invalid("scaling.original_max_position = ", s->original_max_position, ": must be positive");
     if (!positive(s->low_freq_factor) || !(s->high_freq_factor > s->low_freq_factor))
       return invalid("scaling.low_freq_factor = ", s->low_freq_factor, ", high_freq_factor = ", s->high_freq_factor,
                      ": must be positive and ascending");
   }
   if (const auto* s = std::get_if<YarnScaling>(&scaling)) {
-    if (!positive(s->original_max_position)) return invalid("scaling.original_max_position = ", s->original_max_position, ": must be positive");
+    if (!positive(s->original_max_position))
+      return invalid("scaling.original_max_position = ", s->original_max_position, ": must be positive");
     if (!positive(s->beta_slow) || !(s->beta_fast > s->beta_slow))
       return invalid("scaling.beta_slow = ", s->beta_slow, ", beta_fast = ", s->beta_fast, ": must be positive and ascending");
     if (theta <= 1) return invalid("theta = ", theta, ": YaRN scaling needs more than 1");
@@ -204,11 +212,13 @@ inline void scale_yarn(std::vector<double>& freq, const YarnScaling& s, double t
   }
   if (const auto* s = std::get_if<GivenFrequencies>(&scaling)) {
     if (static_cast<index_t>(s->inv_freq.size()) * 2 != rotary_dim)
-      return invalid("scaling.inv_freq has ", s->inv_freq.size(), " entries: rotary_dim = ", rotary_dim, " needs ", rotary_dim / 2);
+      return invalid("scaling.inv_freq has ", s->inv_freq.size(), " entries: rotary_dim = ", rotary_dim, " needs ",
+                     rotary_dim / 2);
     for (std::size_t i = 0; i < s->inv_freq.size(); ++i)
       if (!(s->inv_freq[i] >= 0 && s->inv_freq[i] <= 1e300))
         return invalid("scaling.inv_freq[", i, "] = ", s->inv_freq[i], ": must be finite and not negative");
-    if (!positive(s->attention_factor)) return invalid("scaling.attention_factor = ", s->attention_factor, ": must be positive");
+    if (!positive(s->attention_factor))
+      return invalid("scaling.attention_factor = ", s->attention_factor, ": must be positive");
   }
   return {};
 }

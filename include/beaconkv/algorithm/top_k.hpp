@@ -36,8 +36,8 @@ namespace detail {
 
 }  // namespace detail
 
-/// Writes the indices of the `k` largest scores to `out`, ascending and unique. Among equal scores the lowest index wins; NaN ranks
-/// below minus infinity and is counted; -0 equals +0. `k` beyond the number of scores gives all of them.
+/// Writes the indices of the `k` largest scores to `out`, ascending and unique. Among equal scores the lowest index wins; NaN
+/// ranks below minus infinity and is counted; -0 equals +0. `k` beyond the number of scores gives all of them.
 ///
 /// O(n) on average, no allocation. Errors: negative `k`, `out` or `work` too small, more scores than `slot_t` can number.
 [[nodiscard]] inline Result<TopK> top_k(std::span<const float> scores, index_t k, std::span<slot_t> out, Workspace& work) {
@@ -45,7 +45,8 @@ namespace detail {
   if (k < 0) return detail::invalid("k = ", k, ": must not be negative");
   if (n > std::numeric_limits<slot_t>::max()) return detail::invalid("scores: ", n, " are more than a slot can number");
   k = std::min(k, n);
-  if (static_cast<index_t>(out.size()) < k) return detail::invalid("out has room for ", out.size(), " indices: ", k, " are needed");
+  if (static_cast<index_t>(out.size()) < k)
+    return detail::invalid("out has room for ", out.size(), " indices: ", k, " are needed");
   if (Status s = work.require(top_k_workspace_size(n)); !s) return s;
 
   const Workspace::Frame frame(work);
@@ -61,7 +62,8 @@ namespace detail {
   if (k < n) {
     const std::span<std::uint32_t> sorted(order.data() + n, scores.size());
     std::copy(order.begin(), order.end(), sorted.begin());
-    std::nth_element(sorted.begin(), sorted.begin() + (k - 1), sorted.end(), [](std::uint32_t a, std::uint32_t b) { return a > b; });
+    std::nth_element(sorted.begin(), sorted.begin() + (k - 1), sorted.end(),
+                     [](std::uint32_t a, std::uint32_t b) { return a > b; });
     threshold = sorted[static_cast<std::size_t>(k - 1)];
   }
   const auto above = std::count_if(order.begin(), order.end(), [&](std::uint32_t o) { return o > threshold; });

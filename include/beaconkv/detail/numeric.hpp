@@ -30,7 +30,8 @@ inline constexpr float masked_logit = -FLT_MAX;
   return bad == 0;
 }
 
-/// `x[i] = exp(x[i] - shift[i])` for finite `x[i] <= shift[i]`; exactly 0 below exp(-87). Relative error below 2e-7. Vectorises.
+/// `x[i] = exp(x[i] - shift[i])` for finite `x[i] <= shift[i]`; exactly 0 below exp(-87). Relative error below 2e-7.
+/// Vectorises.
 ///
 /// Range reduction by a two-part ln 2 and the degree-5 polynomial of the Cephes library's `expf`.
 inline void exp_shifted(float* x, const float* shift, index_t n) noexcept {

@@ -18,27 +18,38 @@ namespace beaconkv::inline v0 {
 /// `epoch()` changes whenever tokens are added, moved or removed; two caches should not share it.
 template <class C>
 concept CacheReader = requires(const C& cache, index_t head, index_t slot, index_t count, float* scratch) {
-  { cache.num_kv_heads() } noexcept -> std::same_as<index_t>;
-  { cache.num_tokens() } noexcept -> std::same_as<index_t>;
-  { cache.key_dim() } noexcept -> std::same_as<index_t>;
-  { cache.value_dim() } noexcept -> std::same_as<index_t>;
-  { cache.position(head, slot) } noexcept -> std::same_as<position_t>;
-  { cache.keys(head, slot, count, scratch) } noexcept -> std::same_as<ConstRows>;
-  { cache.values(head, slot, count, scratch) } noexcept -> std::same_as<ConstRows>;
-  { cache.epoch() } noexcept -> std::same_as<std::uint64_t>;
+  { cache.num_kv_heads() }
+  noexcept->std::same_as<index_t>;
+  { cache.num_tokens() }
+  noexcept->std::same_as<index_t>;
+  { cache.key_dim() }
+  noexcept->std::same_as<index_t>;
+  { cache.value_dim() }
+  noexcept->std::same_as<index_t>;
+  { cache.position(head, slot) }
+  noexcept->std::same_as<position_t>;
+  { cache.keys(head, slot, count, scratch) }
+  noexcept->std::same_as<ConstRows>;
+  { cache.values(head, slot, count, scratch) }
+  noexcept->std::same_as<ConstRows>;
+  { cache.epoch() }
+  noexcept->std::same_as<std::uint64_t>;
 };
 
 /// A cache that can also be compacted in place.
 ///
-/// `move_run(head, to, from, count)` moves keys, values, scales and positions of `count` slots towards the front (`to <= from`).
-/// Under `Granularity::per_layer` it is called once, with head 0, and moves all heads. `truncate(n)` keeps the first `n`
-/// slots of every head. The first `pinned_prefix()` slots are shared with other sequences: never moved, never evicted.
+/// `move_run(head, to, from, count)` moves keys, values, scales and positions of `count` slots towards the front (`to <=
+/// from`). Under `Granularity::per_layer` it is called once, with head 0, and moves all heads. `truncate(n)` keeps the first
+/// `n` slots of every head. The first `pinned_prefix()` slots are shared with other sequences: never moved, never evicted.
 template <class C>
 concept CacheBuffer = CacheReader<C> && requires(C& cache, index_t head, index_t to, index_t from, index_t count) {
   requires std::same_as<std::remove_cv_t<decltype(C::granularity)>, Granularity>;
-  { cache.pinned_prefix() } noexcept -> std::same_as<index_t>;
-  { cache.move_run(head, to, from, count) } noexcept -> std::same_as<void>;
-  { cache.truncate(count) } noexcept -> std::same_as<void>;
+  { cache.pinned_prefix() }
+  noexcept->std::same_as<index_t>;
+  { cache.move_run(head, to, from, count) }
+  noexcept->std::same_as<void>;
+  { cache.truncate(count) }
+  noexcept->std::same_as<void>;
 };
 
 namespace detail {

@@ -94,8 +94,10 @@ template <class T>
 /// A storage type of which each element stands for one number by itself: `float`, `float16`, `bfloat16`.
 template <class T>
 concept ElementCodec = std::is_trivially_copyable_v<T> && requires(T stored, float value) {
-  { decode(stored) } noexcept -> std::same_as<float>;
-  { encode<T>(value) } noexcept -> std::same_as<T>;
+  { decode(stored) }
+  noexcept->std::same_as<float>;
+  { encode<T>(value) }
+  noexcept->std::same_as<T>;
 };
 
 static_assert(ElementCodec<float> && ElementCodec<float16> && ElementCodec<bfloat16>);

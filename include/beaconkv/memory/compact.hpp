@@ -14,16 +14,16 @@ namespace detail {
 template <CacheBuffer Cache>
 [[nodiscard]] Status validate_plan(const Cache& cache, const KeepPlan& plan) {
   if (plan.epoch() != cache.epoch() || plan.tokens_before() != cache.num_tokens())
-    return error(StatusCode::stale_plan, "plan was made for another state of the cache (", plan.tokens_before(), " tokens, now ",
-                 cache.num_tokens(), "): plan again");
+    return error(StatusCode::stale_plan, "plan was made for another state of the cache (", plan.tokens_before(),
+                 " tokens, now ", cache.num_tokens(), "): plan again");
   if (plan.sets() != 1 && plan.sets() != cache.num_kv_heads())
     return invalid("plan has ", plan.sets(), " sets: the cache has ", cache.num_kv_heads(), " KV heads");
   if (Cache::granularity == Granularity::per_layer && plan.sets() != 1)
     return error(StatusCode::unsupported, "plan has ", plan.sets(), " sets: this cache keeps one set for all heads");
   for (index_t s = 0; s < plan.sets(); ++s) {
     if (plan.num_kept(s) != plan.num_kept(0))
-      return error(StatusCode::unsupported, "head ", s, " keeps ", plan.num_kept(s), " tokens and head 0 keeps ", plan.num_kept(0),
-                   ": this cache holds equally many in every head");
+      return error(StatusCode::unsupported, "head ", s, " keeps ", plan.num_kept(s), " tokens and head 0 keeps ",
+                   plan.num_kept(0), ": this cache holds equally many in every head");
     const index_t pinned = cache.pinned_prefix();
     if (pinned > 0 && (plan.num_kept(s) < pinned || plan.kept(s)[static_cast<std::size_t>(pinned - 1)] != pinned - 1))
       return invalid("head ", s, " evicts a slot of the pinned prefix of ", pinned, " slots");
@@ -33,7 +33,8 @@ template <CacheBuffer Cache>
 
 }  // namespace detail
 
-/// Keeps what `plan` keeps, in place and without scratch: every row moves at most once, to a slot not behind its own. O(kept * D) bytes.
+/// Keeps what `plan` keeps, in place and without scratch: every row moves at most once, to a slot not behind its own. O(kept *
+/// D) bytes.
 ///
 /// After it, slots are not positions any more: the engine goes on feeding true positions to RoPE (or calls
 /// `realign_keys`). Refused, with nothing changed, where the plan was made for another state of the cache.

@@ -30,16 +30,17 @@ struct Plane {
   Strides stride{};
   index_t heads = 0;
   index_t dim = 0;
-  index_t capacity = 0;                  ///< tokens that the memory (or the page table) has room for
-  index_t page_size = 0;                 ///< tokens a page; 0: not paged
-  const std::int32_t* pages = nullptr;   ///< page numbers of the sequence, in order; `capacity / page_size` of them
+  index_t capacity = 0;                 ///< tokens that the memory (or the page table) has room for
+  index_t page_size = 0;                ///< tokens a page; 0: not paged
+  const std::int32_t* pages = nullptr;  ///< page numbers of the sequence, in order; `capacity / page_size` of them
 
   [[nodiscard]] T* row(index_t head, index_t token) const noexcept {
     if (page_size == 0) return base + head * stride.head + token * stride.token;
     return base + index_t{pages[token / page_size]} * stride.page + head * stride.head + token % page_size * stride.token;
   }
 
-  /// How many of the rows `[first, first + count)` lie `stride.token` apart, counted from `first`: all of them unless a page ends.
+  /// How many of the rows `[first, first + count)` lie `stride.token` apart, counted from `first`: all of them unless a page
+  /// ends.
   [[nodiscard]] index_t contiguous_rows(index_t first, index_t count) const noexcept {
     if (page_size == 0) return count;
     const index_t in_page = page_size - first % page_size;
@@ -67,12 +68,14 @@ namespace detail {
 template <class T>
 [[nodiscard]] Status validate_plane(const Plane<T>& plane, const char* name) {
   if (plane.base == nullptr) return invalid(name, ".base is null");
-  if (plane.heads < 1 || plane.dim < 1) return invalid(name, ": heads = ", plane.heads, ", dim = ", plane.dim, ": must be at least 1");
+  if (plane.heads < 1 || plane.dim < 1)
+    return invalid(name, ": heads = ", plane.heads, ", dim = ", plane.dim, ": must be at least 1");
   if (plane.capacity < 0) return invalid(name, ".capacity = ", plane.capacity, ": must not be negative");
   if (plane.page_size < 0) return invalid(name, ".page_size = ", plane.page_size, ": must not be negative");
   if (plane.page_size > 0 && plane.capacity % plane.page_size != 0)
     return invalid(name, ".capacity = ", plane.capacity, ": must be a multiple of page_size = ", plane.page_size);
-  if (plane.page_size > 0 && plane.capacity > 0 && plane.pages == nullptr) return invalid(name, ".pages is null for paged memory");
+  if (plane.page_size > 0 && plane.capacity > 0 && plane.pages == nullptr)
+    return invalid(name, ".pages is null for paged memory");
   if (plane.stride.dim == 0 || (plane.stride.token == 0 && plane.capacity > 1))
     return invalid(name, ".stride: dim = ", plane.stride.dim, ", token = ", plane.stride.token, ": must not be 0");
   if (plane.pages != nullptr)

@@ -32,7 +32,8 @@ class PlaneCache {
   [[nodiscard]] static Result<PlaneCache> make(const Plane<K>& keys, const Plane<V>& values) {
     if (Status s = detail::validate_plane(keys, "keys"); !s) return s;
     if (Status s = detail::validate_plane(values, "values"); !s) return s;
-    if (keys.heads != values.heads) return detail::invalid("keys.heads = ", keys.heads, ", values.heads = ", values.heads, ": must be equal");
+    if (keys.heads != values.heads)
+      return detail::invalid("keys.heads = ", keys.heads, ", values.heads = ", values.heads, ": must be equal");
     if (keys.capacity != values.capacity)
       return detail::invalid("keys.capacity = ", keys.capacity, ", values.capacity = ", values.capacity, ": must be equal");
     if (keys.capacity > std::numeric_limits<slot_t>::max())
@@ -64,7 +65,9 @@ class PlaneCache {
   [[nodiscard]] const Plane<V>& value_plane() const noexcept { return values_; }
 
   /// The true position of the token in `slot` of `head`.
-  [[nodiscard]] position_t position(index_t head, index_t slot) const noexcept { return positions_[position_index(head, slot)]; }
+  [[nodiscard]] position_t position(index_t head, index_t slot) const noexcept {
+    return positions_[position_index(head, slot)];
+  }
   /// The position that the next token will have: one more than the newest token ever appended, whatever was evicted since.
   [[nodiscard]] position_t next_position() const noexcept { return next_position_; }
 
@@ -150,7 +153,8 @@ class PlaneCache {
     if (Status s = detail::validate_plane(values, "values"); !s) return s;
     if (keys.heads != keys_.heads || keys.dim != keys_.dim || values.heads != keys_.heads || values.dim != values_.dim ||
         keys.capacity != keys_.capacity || values.capacity != keys_.capacity)
-      return detail::invalid("rebase: heads, dims or capacity (", keys.capacity, ") differ from the cache's (", keys_.capacity, ")");
+      return detail::invalid("rebase: heads, dims or capacity (", keys.capacity, ") differ from the cache's (", keys_.capacity,
+                             ")");
     keys_ = keys;
     values_ = values;
     return {};
@@ -168,7 +172,8 @@ class PlaneCache {
   }
 
   template <class T>
-  [[nodiscard]] static ConstRows tile(const Plane<T>& plane, index_t head, index_t first, index_t count, float* scratch) noexcept {
+  [[nodiscard]] static ConstRows tile(const Plane<T>& plane, index_t head, index_t first, index_t count,
+                                      float* scratch) noexcept {
     if constexpr (std::is_same_v<T, float>) {
       if (plane.stride.dim == 1 && plane.contiguous_rows(first, count) == count)
         return {count > 0 ? plane.row(head, first) : scratch, count, plane.dim, plane.stride.token};

@@ -18,14 +18,13 @@ struct BeaconKVOptions {
   Reduce over_queries = Reduce::max;
   Reduce over_heads = Reduce::max;
   SoftmaxDomain softmax_domain = SoftmaxDomain::all_visible;
-  Pool pool{};                        ///< of the final scores; none in the paper
+  Pool pool{};  ///< of the final scores; none in the paper
   std::optional<float> scale{};
   std::optional<float> logit_softcap{};
 
   /// The reading of the paper's pseudocode: one number for both windows, and a budget that counts the prompt too.
-  [[nodiscard]] static BeaconKVOptions paper_literal(index_t budget_max, index_t budget_min, index_t n_beacon = 16, index_t n_recent = 16)
-    requires std::same_as<ScheduleT, FixedBudget>
-  {
+  [[nodiscard]] static BeaconKVOptions paper_literal(index_t budget_max, index_t budget_min, index_t n_beacon = 16,
+                                                     index_t n_recent = 16) requires std::same_as<ScheduleT, FixedBudget> {
     return {.budget = {.max = budget_max, .min = budget_min, .counts_prefix = true},
             .n_beacon = n_beacon,
             .n_recent_queries = n_recent,
@@ -39,9 +38,9 @@ struct BeaconKVOptions {
 /// | part | here |
 /// |---|---|
 /// | observer | `BeaconQueries`: a ring of recent queries and, for each query head, Continual FPS over all older ones |
-/// | scorer | beacons rotated to now, recent ones at their positions; softmax over all visible keys; max over queries and heads |
-/// | schedule | `FixedBudget`: at `max` counted tokens down to `min` |
-/// | protected | the prompt, the last `n_recent_kv` tokens |
+/// | scorer | beacons rotated to now, recent ones at their positions; softmax over all visible keys; max over queries and heads
+/// | | schedule | `FixedBudget`: at `max` counted tokens down to `min` | | protected | the prompt, the last `n_recent_kv`
+/// tokens |
 ///
 /// The paper's text and pseudocode disagree on the two windows: `n_recent_queries` and `n_recent_kv` are separate.
 template <class ScorerT = AttentionScorer, Schedule ScheduleT = FixedBudget>
@@ -52,18 +51,22 @@ class BeaconKV : public EvictionPolicy<BeaconQueries, ScorerT, ScheduleT> {
 
   /// What BeaconKV's options mean as a scorer.
   [[nodiscard]] static AttentionScorer scorer_of(const Options& o) {
-    return {.attention = {.over_queries = o.over_queries, .over_heads = o.over_heads, .pool = o.pool, .scale = o.scale, .logit_softcap = o.logit_softcap},
+    return {.attention = {.over_queries = o.over_queries,
+                          .over_heads = o.over_heads,
+                          .pool = o.pool,
+                          .scale = o.scale,
+                          .logit_softcap = o.logit_softcap},
             .softmax_domain = o.softmax_domain};
   }
 
   /// The policy, or what is wrong with its options.
-  [[nodiscard]] static Result<BeaconKV> make(const Shape& shape, const Options& options, const RopeTable& rope)
-    requires std::same_as<ScorerT, AttentionScorer>
-  {
+  [[nodiscard]] static Result<BeaconKV> make(const Shape& shape, const Options& options,
+                                             const RopeTable& rope) requires std::same_as<ScorerT, AttentionScorer> {
     return make(shape, options, rope, scorer_of(options));
   }
   /// The same with another scorer.
-  [[nodiscard]] static Result<BeaconKV> make(const Shape& shape, const Options& options, const RopeTable& rope, ScorerT scorer) {
+  [[nodiscard]] static Result<BeaconKV> make(const Shape& shape, const Options& options, const RopeTable& rope,
+                                             ScorerT scorer) {
     const typename Base::Parts parts{.observer = {.n_beacon = options.n_beacon, .n_recent_queries = options.n_recent_queries},
                                      .scorer = std::move(scorer),
                                      .schedule = options.budget,
@@ -75,8 +78,7 @@ class BeaconKV : public EvictionPolicy<BeaconQueries, ScorerT, ScheduleT> {
 
 #ifndef BEACONKV_NO_EXCEPTIONS
   /// As `make`; throws `Error`.
-  BeaconKV(const Shape& shape, const Options& options, const RopeTable& rope)
-    requires std::same_as<ScorerT, AttentionScorer>
+  BeaconKV(const Shape& shape, const Options& options, const RopeTable& rope) requires std::same_as<ScorerT, AttentionScorer>
       : BeaconKV(make(shape, options, rope).or_throw()) {}
 #endif
 

@@ -26,7 +26,8 @@ namespace beaconkv::inline v0 {
 /// calls are safe together as long as each has a workspace of its own.
 ///
 /// Queries come pre-RoPE (`observe`, `prefill`) if the policy was made with a `RopeTable`, or as the attention used them
-/// (`observe_rotated`, `prefill_rotated`). With a table both work: rotated ones are turned back. Nothing allocates after construction.
+/// (`observe_rotated`, `prefill_rotated`). With a table both work: rotated ones are turned back. Nothing allocates after
+/// construction.
 template <Observer ObserverT, class ScorerT, Schedule ScheduleT>
 class EvictionPolicy {
  public:
@@ -67,32 +68,37 @@ class EvictionPolicy {
     return take_prompt(queries, work, first_position, false);
   }
   /// The same with queries as the attention used them.
-  [[nodiscard]] Status prefill_rotated(const QueryView& queries, Workspace& work, std::optional<position_t> first_position = {}) {
+  [[nodiscard]] Status prefill_rotated(const QueryView& queries, Workspace& work,
+                                       std::optional<position_t> first_position = {}) {
     return take_prompt(queries, work, first_position, true);
   }
   /// A prompt of `tokens`, for a policy that looks at no query.
-  [[nodiscard]] Status prefill_tokens(index_t tokens)
-    requires(!ObserverT::needs_queries)
-  {
+  [[nodiscard]] Status prefill_tokens(index_t tokens) requires(!ObserverT::needs_queries) {
     if (tokens < 0) return detail::invalid("tokens = ", tokens, ": must not be negative");
     note_prompt(next_position_, tokens);
     return {};
   }
 
   /// The queries `[query_heads][head_dim]` of one decoded token, pre-RoPE, and its true position.
-  [[nodiscard]] Status observe(std::span<const float> queries, position_t position) { return take_token(queries, position, false); }
+  [[nodiscard]] Status observe(std::span<const float> queries, position_t position) {
+    return take_token(queries, position, false);
+  }
   /// The same with queries as the attention used them.
-  [[nodiscard]] Status observe_rotated(std::span<const float> queries, position_t position) { return take_token(queries, position, true); }
+  [[nodiscard]] Status observe_rotated(std::span<const float> queries, position_t position) {
+    return take_token(queries, position, true);
+  }
 
-  /// Protects the positions `[range.first, range.last)` from now on. Protected tokens still take part in the softmax and the pool.
-  /// Allocates.
+  /// Protects the positions `[range.first, range.last)` from now on. Protected tokens still take part in the softmax and the
+  /// pool. Allocates.
   [[nodiscard]] Status protect(Range range) {
     if (range.first < 0 || range.last <= range.first)
       return detail::invalid("range = [", range.first, ", ", range.last, "): must be ascending and not negative");
     for (const Range& r : protection_.ranges)
       if (range.first < r.last && r.first < range.last)
-        return detail::invalid("range = [", range.first, ", ", range.last, "): overlaps the protected [", r.first, ", ", r.last, ")");
-    const auto behind = std::find_if(protection_.ranges.begin(), protection_.ranges.end(), [&](const Range& r) { return r.first > range.first; });
+        return detail::invalid("range = [", range.first, ", ", range.last, "): overlaps the protected [", r.first, ", ", r.last,
+                               ")");
+    const auto behind = std::find_if(protection_.ranges.begin(), protection_.ranges.end(),
+                                     [&](const Range& r) { return r.first > range.first; });
     protection_.ranges.insert(behind, range);
     return {};
   }
@@ -103,12 +109,13 @@ class EvictionPolicy {
     return schedule_.due(state_of(cache));
   }
 
-  /// Scratch and plan for caches of up to `capacity` tokens and prompts of up to `capacity` tokens. Policies of several layers may
-  /// share one workspace, one after the other.
+  /// Scratch and plan for caches of up to `capacity` tokens and prompts of up to `capacity` tokens. Policies of several layers
+  /// may share one workspace, one after the other.
   [[nodiscard]] WorkspaceSize workspace_size(index_t capacity) const {
     WorkspaceSize size = detail::measure([&](Workspace& work) {
       static_cast<void>(work.take<float>(shape_.kv_heads * capacity));
-      const std::size_t inner = std::max(score_workspace_size(capacity).bytes, detail::selection_workspace_size(capacity).bytes);
+      const std::size_t inner =
+          std::max(score_workspace_size(capacity).bytes, detail::selection_workspace_size(capacity).bytes);
       static_cast<void>(work.take<std::byte>(static_cast<index_t>(inner)));
     });
     size = max(size, observer_.prefill_workspace_size(capacity));
@@ -120,35 +127,41 @@ class EvictionPolicy {
   [[nodiscard]] WorkspaceSize score_workspace_size(index_t tokens) const {
     return detail::measure([&](Workspace& work) {
       take_observations(work, observer_.max_rows());
-      const std::size_t inner = std::max(observer_.workspace_size().bytes, scorer_.workspace_size(shape_, observer_.max_rows(), tokens).bytes);
+      const std::size_t inner =
+          std::max(observer_.workspace_size().bytes, scorer_.workspace_size(shape_, observer_.max_rows(), tokens).bytes);
       static_cast<void>(work.take<std::byte>(static_cast<index_t>(inner)));
     });
   }
 
-  /// Scores of all candidates, to `out` (`kv_heads` x the cache's tokens). Separate from `select`, so that tensor-parallel ranks can
-  /// reduce in between. Changes nothing.
+  /// Scores of all candidates, to `out` (`kv_heads` x the cache's tokens). Separate from `select`, so that tensor-parallel
+  /// ranks can reduce in between. Changes nothing.
   template <CacheReader Cache>
   [[nodiscard]] Result<ScoreReport> score(const Cache& cache, ScoreMatrix out, Workspace& work) const {
     static_assert(Scorer<ScorerT, Cache>);
     if (Status s = check_cache(cache); !s) return s;
     if (out.heads != shape_.kv_heads || out.tokens != cache.num_tokens())
-      return detail::invalid("out is [", out.heads, "][", out.tokens, "]: the cache has [", shape_.kv_heads, "][", cache.num_tokens(), "]");
+      return detail::invalid("out is [", out.heads, "][", out.tokens, "]: the cache has [", shape_.kv_heads, "][",
+                             cache.num_tokens(), "]");
     if (Status s = work.require(score_workspace_size(cache.num_tokens())); !s) return s;
     const Workspace::Frame frame(work);
     const index_t rows = observer_.rows();
     const ObservationMemory memory = take_observations(work, rows);
-    if (Status s = observer_.write_rows(rope(), next_position_ - 1, memory.queries.data(), memory.positions.data(), work); !s) return s;
+    if (Status s = observer_.write_rows(rope(), next_position_ - 1, memory.queries.data(), memory.positions.data(), work); !s)
+      return s;
     const Observations observations{memory.queries.data(), memory.positions, shape_.query_heads, rows, shape_.head_dim};
     return scorer_.score(cache, observations, candidates_of(cache), out, work);
   }
 
-  /// The plan that keeps `keep` tokens of each head by these scores (default: what the schedule aims at). Changes nothing but `plan`, and,
-  /// where all heads keep one set, row 0 of `scores`. Protected tokens beyond `keep` are kept too and reported as the plan's shortfall.
+  /// The plan that keeps `keep` tokens of each head by these scores (default: what the schedule aims at). Changes nothing but
+  /// `plan`, and, where all heads keep one set, row 0 of `scores`. Protected tokens beyond `keep` are kept too and reported as
+  /// the plan's shortfall.
   template <CacheReader Cache>
-  [[nodiscard]] Status select(const Cache& cache, ScoreMatrix scores, Workspace& work, KeepPlan& plan, std::optional<index_t> keep = {}) const {
+  [[nodiscard]] Status select(const Cache& cache, ScoreMatrix scores, Workspace& work, KeepPlan& plan,
+                              std::optional<index_t> keep = {}) const {
     if (Status s = check_cache(cache); !s) return s;
     if (scores.heads != shape_.kv_heads || scores.tokens != cache.num_tokens())
-      return detail::invalid("scores are [", scores.heads, "][", scores.tokens, "]: the cache has [", shape_.kv_heads, "][", cache.num_tokens(), "]");
+      return detail::invalid("scores are [", scores.heads, "][", scores.tokens, "]: the cache has [", shape_.kv_heads, "][",
+                             cache.num_tokens(), "]");
     const index_t target = keep.value_or(schedule_.target(state_of(cache)));
     if (target < 0) return detail::invalid("keep = ", target, ": must not be negative");
     if (Status s = work.require(detail::selection_workspace_size(cache.num_tokens())); !s) return s;
@@ -159,7 +172,8 @@ class EvictionPolicy {
     plan.start(cache.epoch(), cache.num_tokens(), candidates);
     index_t shortfall = 0;
     for (index_t h = 0; h < (one_set ? 1 : shape_.kv_heads); ++h) {
-      const Result<index_t> beyond = detail::select_head(cache, h, scores.row(h), candidates, protection_.ranges, target, plan, work);
+      const Result<index_t> beyond =
+          detail::select_head(cache, h, scores.row(h), candidates, protection_.ranges, target, plan, work);
       if (!beyond) return beyond.status();
       shortfall = std::max(shortfall, *beyond);
     }
@@ -167,8 +181,8 @@ class EvictionPolicy {
     return {};
   }
 
-  /// `score` and `select`: what to keep now, by the schedule. A cache within its budget keeps everything. Changes nothing but `plan`.
-  /// Refused where the protected tokens alone exceed the budget.
+  /// `score` and `select`: what to keep now, by the schedule. A cache within its budget keeps everything. Changes nothing but
+  /// `plan`. Refused where the protected tokens alone exceed the budget.
   template <CacheReader Cache>
   [[nodiscard]] Status plan(const Cache& cache, Workspace& work, KeepPlan& plan) const {
     if (Status s = check_cache(cache); !s) return s;
@@ -176,8 +190,8 @@ class EvictionPolicy {
     const index_t target = schedule_.target(state);
     const Range open = candidates_of(cache);
     if (target < state.tokens && open.size() < state.tokens - target)
-      return detail::invalid("the budget keeps ", target, " of ", state.tokens, " tokens, but ", state.tokens - open.size(), " are protected (prefix ",
-                             state.prefix, ", n_recent_kv ", state.recent, ")");
+      return detail::invalid("the budget keeps ", target, " of ", state.tokens, " tokens, but ", state.tokens - open.size(),
+                             " are protected (prefix ", state.prefix, ", n_recent_kv ", state.recent, ")");
     return plan_to(cache, target, work, plan);
   }
 
@@ -230,7 +244,9 @@ class EvictionPolicy {
   }
 
  private:
-  static constexpr bool follows_plans = requires(ScorerT scorer, const KeepPlan& plan, const Shape& shape) { scorer.commit(plan, shape); };
+  static constexpr bool follows_plans = requires(ScorerT scorer, const KeepPlan& plan, const Shape& shape) {
+    scorer.commit(plan, shape);
+  };
 
   template <class Cache>
   [[nodiscard]] static constexpr bool shares_one_set() {
@@ -254,7 +270,8 @@ class EvictionPolicy {
   [[nodiscard]] ScheduleState state_of(const Cache& cache) const {
     const index_t tokens = cache.num_tokens();
     const index_t prefix_slots = tokens > 0 ? detail::slot_at_or_behind(cache, 0, prefix()) : 0;
-    return {tokens, prefix_slots, std::min(protection_.n_recent_kv, tokens - prefix_slots), static_cast<index_t>(next_position_), after_prefill_};
+    return {tokens, prefix_slots, std::min(protection_.n_recent_kv, tokens - prefix_slots),
+            static_cast<index_t>(next_position_), after_prefill_};
   }
 
   template <CacheReader Cache>
@@ -304,15 +321,18 @@ class EvictionPolicy {
 
   [[nodiscard]] Status check_queries(index_t heads, index_t dim, position_t position, bool rotated) const {
     if (heads != shape_.query_heads || dim != shape_.head_dim)
-      return detail::invalid("queries have ", heads, " heads of ", dim, ": the shape has ", shape_.query_heads, " of ", shape_.head_dim);
+      return detail::invalid("queries have ", heads, " heads of ", dim, ": the shape has ", shape_.query_heads, " of ",
+                             shape_.head_dim);
     if (!rotated && !rope_ && ObserverT::needs_queries)
-      return detail::error(StatusCode::unsupported, "pre-RoPE queries: this policy was made without a RopeTable, use the _rotated call");
+      return detail::error(StatusCode::unsupported,
+                           "pre-RoPE queries: this policy was made without a RopeTable, use the _rotated call");
     if (position < next_position_)
       return detail::error(StatusCode::out_of_order, "position = ", position, ": must be at least ", next_position_);
     return {};
   }
 
-  [[nodiscard]] Status take_prompt(const QueryView& queries, Workspace& work, std::optional<position_t> first_position, bool rotated) {
+  [[nodiscard]] Status take_prompt(const QueryView& queries, Workspace& work, std::optional<position_t> first_position,
+                                   bool rotated) {
     if (queries.tokens < 0) return detail::invalid("queries.tokens = ", queries.tokens, ": must not be negative");
     const position_t first = first_position.value_or(next_position_);
     if (Status s = check_queries(queries.heads, queries.dim, first, rotated); !s) return s;
@@ -324,7 +344,8 @@ class EvictionPolicy {
   [[nodiscard]] Status take_token(std::span<const float> queries, position_t position, bool rotated) {
     const auto size = static_cast<index_t>(queries.size());
     if (size % shape_.query_heads != 0 && ObserverT::needs_queries)
-      return detail::invalid("queries have ", size, " numbers: the shape has ", shape_.query_heads, " heads of ", shape_.head_dim);
+      return detail::invalid("queries have ", size, " numbers: the shape has ", shape_.query_heads, " heads of ",
+                             shape_.head_dim);
     const index_t dim = ObserverT::needs_queries ? size / shape_.query_heads : shape_.head_dim;
     if (Status s = check_queries(shape_.query_heads, dim, position, rotated); !s) return s;
     const QueryView view = QueryView::token_major(queries.data(), 1, shape_.query_heads, shape_.head_dim);
@@ -356,8 +377,8 @@ struct EvictionReport {
   index_t num_non_finite = 0;  ///< key and query rows with a NaN or infinity that scoring met
 };
 
-/// One whole eviction: plan, compact in place, commit. `work.plan()` holds the plan afterwards. On an error cache and policy are as before.
-/// Does not ask `due`: a cache within its budget is left alone, bit for bit.
+/// One whole eviction: plan, compact in place, commit. `work.plan()` holds the plan afterwards. On an error cache and policy
+/// are as before. Does not ask `due`: a cache within its budget is left alone, bit for bit.
 template <class Policy, CacheBuffer Cache>
 [[nodiscard]] Result<EvictionReport> evict(Policy& policy, Cache& cache, Workspace& work) {
   KeepPlan& plan = work.plan();

@@ -43,8 +43,9 @@ struct QuerySource {
 
 /// What `EvictionPolicy` needs of an observer. `rope` is null where the queries are kept in rotated form.
 template <class O>
-concept Observer = std::copyable<O> && requires(O observer, const O& view, const Shape& shape, const typename O::Options& options, const QuerySource& queries,
-                                                Workspace& work, const RopeTable* rope, position_t now, float* out, position_t* positions, index_t n) {
+concept Observer = std::copyable<O> &&
+    requires(O observer, const O& view, const Shape& shape, const typename O::Options& options, const QuerySource& queries,
+             Workspace& work, const RopeTable* rope, position_t now, float* out, position_t* positions, index_t n) {
   { validate(options, shape) } -> std::same_as<Status>;
   O(shape, options);
   { observer.prefill(queries, work) } -> std::same_as<Status>;
@@ -76,9 +77,13 @@ class QueryRing {
   [[nodiscard]] index_t capacity() const noexcept { return capacity_; }
   [[nodiscard]] bool full() const noexcept { return size_ == capacity_; }
   /// Token `i` counts from the oldest.
-  [[nodiscard]] const float* row(index_t i, index_t head) const noexcept { return rows_.data() + (slot(i) * heads_ + head) * dim_; }
+  [[nodiscard]] const float* row(index_t i, index_t head) const noexcept {
+    return rows_.data() + (slot(i) * heads_ + head) * dim_;
+  }
   [[nodiscard]] position_t position(index_t i) const noexcept { return positions_[static_cast<std::size_t>(slot(i))]; }
-  [[nodiscard]] std::size_t state_bytes() const noexcept { return rows_.size() * sizeof(float) + positions_.size() * sizeof(position_t); }
+  [[nodiscard]] std::size_t state_bytes() const noexcept {
+    return rows_.size() * sizeof(float) + positions_.size() * sizeof(position_t);
+  }
 
   /// Adds one token; the oldest one makes room.
   void push(const QuerySource& queries, index_t token) {
@@ -107,7 +112,8 @@ class QueryRing {
 /// Rotates `row` to one position after another, forming the angles once for all heads of a position.
 class RowRotation {
  public:
-  RowRotation(Workspace& work, const RopeTable* rope) : rope_(rope), scratch_(work.take<float>(rope == nullptr ? 0 : rope->rotary_dim())) {}
+  RowRotation(Workspace& work, const RopeTable* rope)
+      : rope_(rope), scratch_(work.take<float>(rope == nullptr ? 0 : rope->rotary_dim())) {}
   void at(position_t position) {
     if (rope_ != nullptr) rotation_ = rope_->rotation(position, scratch_);
   }
@@ -156,7 +162,9 @@ class RecentQueries {
   static constexpr bool needs_rope = false;
 
   RecentQueries(const Shape& shape, const Options& options)
-      : heads_(shape.query_heads), dim_(shape.head_dim), newest_twice_(options.newest_twice && options.count > 1),
+      : heads_(shape.query_heads),
+        dim_(shape.head_dim),
+        newest_twice_(options.newest_twice && options.count > 1),
         ring_(shape, newest_twice_ ? options.count - 1 : options.count) {}
 
   [[nodiscard]] friend Status validate(const Options& options, const Shape&) {
@@ -165,7 +173,8 @@ class RecentQueries {
   }
 
   [[nodiscard]] Status prefill(const QuerySource& queries, Workspace&) {
-    for (index_t t = std::max<index_t>(0, queries.view.tokens - ring_.capacity()); t < queries.view.tokens; ++t) ring_.push(queries, t);
+    for (index_t t = std::max<index_t>(0, queries.view.tokens - ring_.capacity()); t < queries.view.tokens; ++t)
+      ring_.push(queries, t);
     return {};
   }
   [[nodiscard]] Status observe(const QuerySource& queries) {
@@ -202,12 +211,12 @@ class RecentQueries {
   detail::QueryRing ring_;
 };
 
-/// BeaconKV's memory: the newest `n_recent_queries` queries, and `n_beacon` beacon queries of each query head, sampled from everything older
-/// (arXiv 2609.04971, section 4 and algorithm 2). Kept pre-RoPE.
+/// BeaconKV's memory: the newest `n_recent_queries` queries, and `n_beacon` beacon queries of each query head, sampled from
+/// everything older (arXiv 2609.04971, section 4 and algorithm 2). Kept pre-RoPE.
 ///
-/// The query that leaves the ring of recent ones enters its head's `ContinualFps`. Prompt queries go there directly. With a period
-/// between evictions of at least `n_recent_queries` this is the paper's cycle (freeze, collect, evict, merge) step for step, and
-/// it serves an engine that evicts at moments of its own as well.
+/// The query that leaves the ring of recent ones enters its head's `ContinualFps`. Prompt queries go there directly. With a
+/// period between evictions of at least `n_recent_queries` this is the paper's cycle (freeze, collect, evict, merge) step for
+/// step, and it serves an engine that evicts at moments of its own as well.
 class BeaconQueries {
  public:
   struct Options {
@@ -218,7 +227,10 @@ class BeaconQueries {
   static constexpr bool needs_rope = true;
 
   BeaconQueries(const Shape& shape, const Options& options)
-      : heads_(shape.query_heads), dim_(shape.head_dim), n_beacon_(options.n_beacon), ring_(shape, options.n_recent_queries),
+      : heads_(shape.query_heads),
+        dim_(shape.head_dim),
+        n_beacon_(options.n_beacon),
+        ring_(shape, options.n_recent_queries),
         reduction_(WorkspaceSize{}) {
     if (n_beacon_ == 0) return;
     const Result<ContinualFps> empty = ContinualFps::make(dim_, n_beacon_, n_beacon_ + options.n_recent_queries);
@@ -229,7 +241,8 @@ class BeaconQueries {
 
   [[nodiscard]] friend Status validate(const Options& options, const Shape&) {
     if (options.n_beacon < 0) return detail::invalid("n_beacon = ", options.n_beacon, ": must not be negative");
-    if (options.n_recent_queries < 1) return detail::invalid("n_recent_queries = ", options.n_recent_queries, ": must be at least 1");
+    if (options.n_recent_queries < 1)
+      return detail::invalid("n_recent_queries = ", options.n_recent_queries, ": must be at least 1");
     return {};
   }
 
@@ -266,7 +279,8 @@ class BeaconQueries {
   [[nodiscard]] index_t max_rows() const noexcept { return n_beacon_ + ring_.capacity(); }
 
   /// Beacons rotated to `now`, recent queries to their own positions.
-  [[nodiscard]] Status write_rows(const RopeTable* rope, position_t now, float* out, position_t* positions, Workspace& work) const {
+  [[nodiscard]] Status write_rows(const RopeTable* rope, position_t now, float* out, position_t* positions,
+                                  Workspace& work) const {
     BEACONKV_ASSERT(rope != nullptr);
     const Workspace::Frame frame(work);
     detail::RowRotation rotation(work, rope);

@@ -13,12 +13,12 @@
 
 namespace beaconkv::inline v0 {
 
-/// In which order R-KV looks at the cached tokens. It decides which look-alike is "the newest" and who a token's neighbours in the
-/// pool are.
+/// In which order R-KV looks at the cached tokens. It decides which look-alike is "the newest" and who a token's neighbours in
+/// the pool are.
 enum class RKVOrder : std::uint8_t {
   chronological,
-  /// As published: after an eviction the chosen tokens stand by descending score, then the window. The cache itself stays in time
-  /// order; the published order is kept beside it (4 bytes a slot and KV head, allocated at commits).
+  /// As published: after an eviction the chosen tokens stand by descending score, then the window. The cache itself stays in
+  /// time order; the published order is kept beside it (4 bytes a slot and KV head, allocated at commits).
   published,
 };
 
@@ -30,7 +30,8 @@ class PublishedOrder {
   /// Tokens appended since the last plan follow in time order.
   [[nodiscard]] index_t slot_at(index_t head, index_t rank) const noexcept {
     const auto h = static_cast<std::size_t>(head);
-    return h < slots_.size() && rank < static_cast<index_t>(slots_[h].size()) ? slots_[h][static_cast<std::size_t>(rank)] : rank;
+    return h < slots_.size() && rank < static_cast<index_t>(slots_[h].size()) ? slots_[h][static_cast<std::size_t>(rank)]
+                                                                              : rank;
   }
 
   /// The chosen tokens by descending score, the earlier rank first among equals; protected ones stay at their end.
@@ -76,17 +77,22 @@ struct ReorderedReader {
   [[nodiscard]] index_t key_dim() const noexcept { return cache.key_dim(); }
   [[nodiscard]] index_t value_dim() const noexcept { return cache.value_dim(); }
   [[nodiscard]] std::uint64_t epoch() const noexcept { return cache.epoch(); }
-  [[nodiscard]] position_t position(index_t head, index_t rank) const noexcept { return cache.position(head, order.slot_at(head, rank)); }
+  [[nodiscard]] position_t position(index_t head, index_t rank) const noexcept {
+    return cache.position(head, order.slot_at(head, rank));
+  }
   [[nodiscard]] ConstRows keys(index_t head, index_t first, index_t count, float* scratch) const noexcept {
-    return gather(head, first, count, cache.key_dim(), scratch, [&](index_t slot, float* out) { return cache.keys(head, slot, 1, out); });
+    return gather(head, first, count, cache.key_dim(), scratch,
+                  [&](index_t slot, float* out) { return cache.keys(head, slot, 1, out); });
   }
   [[nodiscard]] ConstRows values(index_t head, index_t first, index_t count, float* scratch) const noexcept {
-    return gather(head, first, count, cache.value_dim(), scratch, [&](index_t slot, float* out) { return cache.values(head, slot, 1, out); });
+    return gather(head, first, count, cache.value_dim(), scratch,
+                  [&](index_t slot, float* out) { return cache.values(head, slot, 1, out); });
   }
 
  private:
   template <class Read>
-  [[nodiscard]] ConstRows gather(index_t head, index_t first, index_t count, index_t dim, float* scratch, Read read) const noexcept {
+  [[nodiscard]] ConstRows gather(index_t head, index_t first, index_t count, index_t dim, float* scratch,
+                                 Read read) const noexcept {
     for (index_t i = 0; i < count; ++i) {
       float* const out = scratch + i * dim;
       const ConstRows row = read(order.slot_at(head, first + i), out);
@@ -98,7 +104,8 @@ struct ReorderedReader {
 
 }  // namespace detail
 
-/// `lambda * importance - (1 - lambda) * redundancy`: an `AttentionScorer`'s score, and a softmax over all cached keys of `key_redundancy_means`.
+/// `lambda * importance - (1 - lambda) * redundancy`: an `AttentionScorer`'s score, and a softmax over all cached keys of
+/// `key_redundancy_means`.
 class RKVScorer {
  public:
   struct Options {
@@ -112,7 +119,8 @@ class RKVScorer {
   explicit RKVScorer(const Options& options) : options_(options) {}
 
   [[nodiscard]] Status validate(const Shape& shape) const {
-    if (!(options_.lambda >= 0.0F && options_.lambda <= 1.0F)) return detail::invalid("lambda = ", options_.lambda, ": must be between 0 and 1");
+    if (!(options_.lambda >= 0.0F && options_.lambda <= 1.0F))
+      return detail::invalid("lambda = ", options_.lambda, ": must be between 0 and 1");
     if (options_.order == RKVOrder::published && options_.importance.causal)
       return detail::error(StatusCode::unsupported, "causal = true: the published order has no causal mask");
     if (Status s = beaconkv::validate(options_.redundancy, std::numeric_limits<slot_t>::max()); !s) return s;
@@ -120,15 +128,18 @@ class RKVScorer {
   }
 
   template <CacheReader Cache>
-  [[nodiscard]] Result<ScoreReport> score(const Cache& cache, const Observations& observations, Range candidates, ScoreMatrix out, Workspace& work) const {
+  [[nodiscard]] Result<ScoreReport> score(const Cache& cache, const Observations& observations, Range candidates,
+                                          ScoreMatrix out, Workspace& work) const {
     if (options_.order == RKVOrder::chronological) return score_in_order(cache, observations, candidates, out, work);
-    const Result<ScoreReport> report = score_in_order(detail::ReorderedReader<Cache>{cache, published_}, observations, candidates, out, work);
+    const Result<ScoreReport> report =
+        score_in_order(detail::ReorderedReader<Cache>{cache, published_}, observations, candidates, out, work);
     if (!report) return report;
     const Workspace::Frame frame(work);
     const std::span<float> by_rank = work.take<float>(out.tokens);
     for (index_t h = 0; h < out.heads; ++h) {
       std::copy(out.row(h).begin(), out.row(h).end(), by_rank.begin());
-      for (index_t r = 0; r < out.tokens; ++r) out.row(h)[static_cast<std::size_t>(published_.slot_at(h, r))] = by_rank[static_cast<std::size_t>(r)];
+      for (index_t r = 0; r < out.tokens; ++r)
+        out.row(h)[static_cast<std::size_t>(published_.slot_at(h, r))] = by_rank[static_cast<std::size_t>(r)];
     }
     return report;
   }
@@ -136,7 +147,8 @@ class RKVScorer {
   [[nodiscard]] WorkspaceSize workspace_size(const Shape& shape, index_t rows, index_t tokens) const {
     return detail::measure([&](Workspace& work) {
       static_cast<void>(work.take<float>(tokens));
-      const std::size_t inner = std::max(options_.importance.workspace_size(shape, rows, tokens).bytes, key_redundancy_workspace_size(tokens, shape.head_dim).bytes);
+      const std::size_t inner = std::max(options_.importance.workspace_size(shape, rows, tokens).bytes,
+                                         key_redundancy_workspace_size(tokens, shape.head_dim).bytes);
       static_cast<void>(work.take<std::byte>(static_cast<index_t>(inner)));
     });
   }
@@ -148,8 +160,8 @@ class RKVScorer {
 
  private:
   template <CacheReader Cache>
-  [[nodiscard]] Result<ScoreReport> score_in_order(const Cache& cache, const Observations& observations, Range candidates, ScoreMatrix out,
-                                                   Workspace& work) const {
+  [[nodiscard]] Result<ScoreReport> score_in_order(const Cache& cache, const Observations& observations, Range candidates,
+                                                   ScoreMatrix out, Workspace& work) const {
     const Result<ScoreReport> report = options_.importance.score(cache, observations, candidates, out, work);
     if (!report || options_.lambda == 1.0F) return report;
     const Workspace::Frame frame(work);
@@ -170,18 +182,18 @@ class RKVScorer {
 template <Schedule ScheduleT = IntervalBudget>
 struct RKVOptions {
   ScheduleT budget{};
-  index_t n_recent_queries = 8;        ///< the observation window's queries (alpha)
-  index_t n_recent_kv = 8;             ///< the observation window's tokens, which stay
-  std::optional<index_t> n_prefix = 0; ///< positions below this stay; as published the prompt is evicted like everything else
-  float lambda = 0.07F;                ///< weight of the importance; the published code's default, its README says 0.1
+  index_t n_recent_queries = 8;         ///< the observation window's queries (alpha)
+  index_t n_recent_kv = 8;              ///< the observation window's tokens, which stay
+  std::optional<index_t> n_prefix = 0;  ///< positions below this stay; as published the prompt is evicted like everything else
+  float lambda = 0.07F;                 ///< weight of the importance; the published code's default, its README says 0.1
   Pool pool{PoolKind::max, 7};
   Reduce over_queries = Reduce::mean;
-  Reduce over_heads = Reduce::max;     ///< over the group's logits
+  Reduce over_heads = Reduce::max;  ///< over the group's logits
   GroupStage group_stage = GroupStage::logits;
   SoftmaxDomain softmax_domain = SoftmaxDomain::candidates_only;
-  RedundancyOptions redundancy{};      ///< column 0 as published, unless `spare_column_zero` is false
+  RedundancyOptions redundancy{};  ///< column 0 as published, unless `spare_column_zero` is false
   RKVOrder order = RKVOrder::chronological;
-  bool causal = true;                  ///< matters only where the queries reach back over candidates; never in the published order
+  bool causal = true;  ///< matters only where the queries reach back over candidates; never in the published order
   std::optional<float> scale{};
   std::optional<float> logit_softcap{};
 };
@@ -191,11 +203,12 @@ struct RKVOptions {
 /// | part | here |
 /// |---|---|
 /// | observer | the last `n_recent_queries` queries |
-/// | scorer | importance (group maximum of the logits, softmax over candidates, mean over queries, max pool) against key redundancy |
-/// | schedule | `IntervalBudget`: the prompt, then every `interval` tokens, down to `tokens` |
-/// | protected | the last `n_recent_kv` tokens |
+/// | scorer | importance (group maximum of the logits, softmax over candidates, mean over queries, max pool) against key
+/// redundancy | | schedule | `IntervalBudget`: the prompt, then every `interval` tokens, down to `tokens` | | protected | the
+/// last `n_recent_kv` tokens |
 ///
-/// The paper zeroes `S[j][i]` for look-alikes, the published code `S[i][j]` of one of them: this is the code's (`RedundancyOptions`).
+/// The paper zeroes `S[j][i]` for look-alikes, the published code `S[i][j]` of one of them: this is the code's
+/// (`RedundancyOptions`).
 template <class ScorerT = RKVScorer, Schedule ScheduleT = IntervalBudget>
 class RKV : public EvictionPolicy<RecentQueries, ScorerT, ScheduleT> {
  public:
@@ -217,13 +230,13 @@ class RKV : public EvictionPolicy<RecentQueries, ScorerT, ScheduleT> {
   }
 
   /// The policy, or what is wrong with its options. Without a table queries must come rotated.
-  [[nodiscard]] static Result<RKV> make(const Shape& shape, const Options& options, std::optional<RopeTable> rope = {})
-    requires std::same_as<ScorerT, RKVScorer>
-  {
+  [[nodiscard]] static Result<RKV> make(const Shape& shape, const Options& options,
+                                        std::optional<RopeTable> rope = {}) requires std::same_as<ScorerT, RKVScorer> {
     return make(shape, options, std::move(rope), scorer_of(options));
   }
   /// The same with another scorer.
-  [[nodiscard]] static Result<RKV> make(const Shape& shape, const Options& options, std::optional<RopeTable> rope, ScorerT scorer) {
+  [[nodiscard]] static Result<RKV> make(const Shape& shape, const Options& options, std::optional<RopeTable> rope,
+                                        ScorerT scorer) {
     const typename Base::Parts parts{.observer = {.count = options.n_recent_queries},
                                      .scorer = std::move(scorer),
                                      .schedule = options.budget,
@@ -236,8 +249,7 @@ class RKV : public EvictionPolicy<RecentQueries, ScorerT, ScheduleT> {
 #ifndef BEACONKV_NO_EXCEPTIONS
   /// As `make`; throws `Error`.
   RKV(const Shape& shape, const Options& options, std::optional<RopeTable> rope = {})
-    requires std::same_as<ScorerT, RKVScorer>
-      : RKV(make(shape, options, std::move(rope)).or_throw()) {}
+  requires std::same_as<ScorerT, RKVScorer> : RKV(make(shape, options, std::move(rope)).or_throw()) {}
 #endif
 
  private:

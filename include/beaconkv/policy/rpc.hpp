@@ -11,18 +11,19 @@ namespace beaconkv::inline v0 {
 template <Schedule ScheduleT = GrowingBudget>
 struct RPCOptions {
   ScheduleT budget{};
-  index_t n_recent_queries = 32;                                  ///< selector queries (R)
-  index_t n_recent_kv = 32;                                       ///< newest tokens, which stay (R)
-  std::optional<index_t> n_prefix{};                              ///< positions below this stay; default: the prompt
-  /// As published: the newest selector query counts twice and the oldest not at all. The paper's algorithm 1 has R distinct ones.
+  index_t n_recent_queries = 32;      ///< selector queries (R)
+  index_t n_recent_kv = 32;           ///< newest tokens, which stay (R)
+  std::optional<index_t> n_prefix{};  ///< positions below this stay; default: the prompt
+  /// As published: the newest selector query counts twice and the oldest not at all. The paper's algorithm 1 has R distinct
+  /// ones.
   bool newest_query_twice = false;
-  HeadScope head_scope = HeadScope::layer;                        ///< `layer`: one choice for all KV heads (`all` in the published code)
+  HeadScope head_scope = HeadScope::layer;  ///< `layer`: one choice for all KV heads (`all` in the published code)
   Reduce over_queries = Reduce::sum;
   Reduce over_heads = Reduce::mean;
   Pool pool{PoolKind::average, 7};
   SoftmaxDomain softmax_domain = SoftmaxDomain::candidates_only;
   GroupStage group_stage = GroupStage::weights;
-  bool causal = true;                                             ///< matters only where the queries reach back over candidates
+  bool causal = true;  ///< matters only where the queries reach back over candidates
   std::optional<float> scale{};
   std::optional<float> logit_softcap{};
 };
@@ -36,7 +37,8 @@ struct RPCOptions {
 /// | schedule | `GrowingBudget`: every `period` tokens, `period / ratio` more are kept than before |
 /// | protected | the prompt, the last `n_recent_kv` tokens |
 ///
-/// "Budget" means something else here than for the other policies: the cache goes on growing. `RPC<AttentionScorer, FixedBudget>` holds it.
+/// "Budget" means something else here than for the other policies: the cache goes on growing. `RPC<AttentionScorer,
+/// FixedBudget>` holds it.
 template <class ScorerT = AttentionScorer, Schedule ScheduleT = GrowingBudget>
 class RPC : public EvictionPolicy<RecentQueries, ScorerT, ScheduleT> {
  public:
@@ -58,18 +60,19 @@ class RPC : public EvictionPolicy<RecentQueries, ScorerT, ScheduleT> {
   }
 
   /// The policy, or what is wrong with its options. Without a table queries must come rotated.
-  [[nodiscard]] static Result<RPC> make(const Shape& shape, const Options& options, std::optional<RopeTable> rope = {})
-    requires std::same_as<ScorerT, AttentionScorer>
-  {
+  [[nodiscard]] static Result<RPC> make(const Shape& shape, const Options& options,
+                                        std::optional<RopeTable> rope = {}) requires std::same_as<ScorerT, AttentionScorer> {
     return make(shape, options, std::move(rope), scorer_of(options));
   }
   /// The same with another scorer.
-  [[nodiscard]] static Result<RPC> make(const Shape& shape, const Options& options, std::optional<RopeTable> rope, ScorerT scorer) {
-    const typename Base::Parts parts{.observer = {.count = options.n_recent_queries, .newest_twice = options.newest_query_twice},
-                                     .scorer = std::move(scorer),
-                                     .schedule = options.budget,
-                                     .protection = {options.n_prefix, options.n_recent_kv, {}},
-                                     .rope = std::move(rope)};
+  [[nodiscard]] static Result<RPC> make(const Shape& shape, const Options& options, std::optional<RopeTable> rope,
+                                        ScorerT scorer) {
+    const typename Base::Parts parts{
+        .observer = {.count = options.n_recent_queries, .newest_twice = options.newest_query_twice},
+        .scorer = std::move(scorer),
+        .schedule = options.budget,
+        .protection = {options.n_prefix, options.n_recent_kv, {}},
+        .rope = std::move(rope)};
     if (Status s = Base::validate_parts(shape, parts); !s) return s;
     return RPC(shape, parts);
   }
@@ -77,8 +80,7 @@ class RPC : public EvictionPolicy<RecentQueries, ScorerT, ScheduleT> {
 #ifndef BEACONKV_NO_EXCEPTIONS
   /// As `make`; throws `Error`.
   RPC(const Shape& shape, const Options& options, std::optional<RopeTable> rope = {})
-    requires std::same_as<ScorerT, AttentionScorer>
-      : RPC(make(shape, options, std::move(rope)).or_throw()) {}
+  requires std::same_as<ScorerT, AttentionScorer> : RPC(make(shape, options, std::move(rope)).or_throw()) {}
 #endif
 
  private:

@@ -4,7 +4,8 @@
 /// \file
 /// Schedules: when a policy evicts, and how many tokens of a head stay. All counts are integers, in tokens of one head.
 ///
-/// A schedule is a small aggregate with `validate(protected)`, `due(state)`, `target(state)` and `committed()`; see the concept `Schedule`.
+/// A schedule is a small aggregate with `validate(protected)`, `due(state)`, `target(state)` and `committed()`; see the concept
+/// `Schedule`.
 
 #include <concepts>
 #include <optional>
@@ -24,7 +25,8 @@ struct ScheduleState {
 
 /// `validate(prefix, recent)` names what cannot work, given the prefix where it is known and `n_recent_kv`.
 template <class S>
-concept Schedule = std::copyable<S> && requires(S schedule, const S& view, const ScheduleState& state, std::optional<index_t> prefix, index_t recent) {
+concept Schedule = std::copyable<S> &&
+    requires(S schedule, const S& view, const ScheduleState& state, std::optional<index_t> prefix, index_t recent) {
   { view.validate(prefix, recent) } -> std::same_as<Status>;
   { view.due(state) } -> std::same_as<bool>;
   { view.target(state) } -> std::same_as<index_t>;
@@ -83,12 +85,15 @@ struct PromptBudget {
     if (state.tokens <= tokens) return false;
     return state.after_prefill || (interval && state.tokens - tokens >= *interval);
   }
-  [[nodiscard]] index_t target(const ScheduleState& state) const noexcept { return tokens < state.tokens ? tokens : state.tokens; }
+  [[nodiscard]] index_t target(const ScheduleState& state) const noexcept {
+    return tokens < state.tokens ? tokens : state.tokens;
+  }
   void committed() noexcept {}
 };
 
-/// R-KV's rule: the prompt is cut to `tokens`; later the token after every `interval`-th of the sequence triggers a cut to `tokens`,
-/// if so many are cached. (The published code sets a flag when the length is a multiple and compresses in the next step.)
+/// R-KV's rule: the prompt is cut to `tokens`; later the token after every `interval`-th of the sequence triggers a cut to
+/// `tokens`, if so many are cached. (The published code sets a flag when the length is a multiple and compresses in the next
+/// step.)
 struct IntervalBudget {
   index_t tokens = 0;
   index_t interval = 128;
@@ -100,12 +105,14 @@ struct IntervalBudget {
   [[nodiscard]] bool due(const ScheduleState& state) const noexcept {
     return state.tokens >= tokens && (state.after_prefill || (state.total - 1) % interval == 0);
   }
-  [[nodiscard]] index_t target(const ScheduleState& state) const noexcept { return tokens < state.tokens ? tokens : state.tokens; }
+  [[nodiscard]] index_t target(const ScheduleState& state) const noexcept {
+    return tokens < state.tokens ? tokens : state.tokens;
+  }
   void committed() noexcept {}
 };
 
-/// RPC's rule: every `period` generated tokens, keep `period / ratio` more of them than last time (rounded down). The prompt and the newest
-/// `n_recent_kv` tokens lie on top. So the cache still grows, by `period / ratio` a period: no upper limit.
+/// RPC's rule: every `period` generated tokens, keep `period / ratio` more of them than last time (rounded down). The prompt
+/// and the newest `n_recent_kv` tokens lie on top. So the cache still grows, by `period / ratio` a period: no upper limit.
 struct GrowingBudget {
   index_t period = 1024;
   index_t ratio = 4;
@@ -115,7 +122,8 @@ struct GrowingBudget {
 
   [[nodiscard]] Status validate(std::optional<index_t>, index_t) const {
     if (period < 1) return detail::invalid("budget.period = ", period, ": must be at least 1");
-    if (ratio < 2 || ratio > period) return detail::invalid("budget.ratio = ", ratio, ": must be between 2 and budget.period = ", period);
+    if (ratio < 2 || ratio > period)
+      return detail::invalid("budget.ratio = ", ratio, ": must be between 2 and budget.period = ", period);
     if (evictions < 0) return detail::invalid("budget.evictions = ", evictions, ": must not be negative");
     return {};
   }

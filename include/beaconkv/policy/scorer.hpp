@@ -20,32 +20,37 @@ struct ScoreMatrix {
   index_t heads = 0;
   index_t tokens = 0;
 
-  [[nodiscard]] std::span<float> row(index_t head) const noexcept { return {data + head * tokens, static_cast<std::size_t>(tokens)}; }
+  [[nodiscard]] std::span<float> row(index_t head) const noexcept {
+    return {data + head * tokens, static_cast<std::size_t>(tokens)};
+  }
 };
 
 /// What turns observations into scores. Your own policy is one such struct, put into any of the library's policies.
 ///
 /// * `validate(shape)`: what is wrong with its options, before a policy is made.
-/// * `score(cache, observations, candidates, out, work)`: writes `out` for the slots `[candidates.first, candidates.last)` of every head;
+/// * `score(cache, observations, candidates, out, work)`: writes `out` for the slots `[candidates.first, candidates.last)` of
+/// every head;
 ///   it may read everything in the cache. Counts non-finite rows. Const: no state of its own changes.
 /// * `workspace_size(shape, rows, tokens)`: the most scratch that `score` takes from `work`.
 /// * optional `commit(plan, shape)`: follows an applied plan with per-slot state; `state_bytes()` reports its size.
 template <class S, class Cache>
 concept Scorer = CacheReader<Cache> && std::copyable<S> &&
-                 requires(const S& scorer, const Cache& cache, const Observations& observations, Range candidates, ScoreMatrix out, Workspace& work,
-                          const Shape& shape, index_t n) {
-                   { scorer.validate(shape) } -> std::same_as<Status>;
-                   { scorer.score(cache, observations, candidates, out, work) } -> std::same_as<Result<ScoreReport>>;
-                   { scorer.workspace_size(shape, n, n) } -> std::same_as<WorkspaceSize>;
-                 };
+    requires(const S& scorer, const Cache& cache, const Observations& observations, Range candidates, ScoreMatrix out,
+             Workspace& work, const Shape& shape, index_t n) {
+  { scorer.validate(shape) } -> std::same_as<Status>;
+  { scorer.score(cache, observations, candidates, out, work) } -> std::same_as<Result<ScoreReport>>;
+  { scorer.workspace_size(shape, n, n) } -> std::same_as<WorkspaceSize>;
+};
 
 /// Newer is better: the score of a slot is its number (exact below 2^24 slots).
 struct RecencyScorer {
   [[nodiscard]] Status validate(const Shape&) const { return {}; }
   template <CacheReader Cache>
-  [[nodiscard]] Result<ScoreReport> score(const Cache&, const Observations&, Range candidates, ScoreMatrix out, Workspace&) const {
+  [[nodiscard]] Result<ScoreReport> score(const Cache&, const Observations&, Range candidates, ScoreMatrix out,
+                                          Workspace&) const {
     for (index_t h = 0; h < out.heads; ++h)
-      for (index_t j = candidates.first; j < candidates.last; ++j) out.row(h)[static_cast<std::size_t>(j)] = static_cast<float>(j);
+      for (index_t j = candidates.first; j < candidates.last; ++j)
+        out.row(h)[static_cast<std::size_t>(j)] = static_cast<float>(j);
     return ScoreReport{};
   }
   [[nodiscard]] WorkspaceSize workspace_size(const Shape&, index_t, index_t) const { return {}; }
@@ -61,7 +66,8 @@ struct AttentionScorer {
   [[nodiscard]] Status validate(const Shape&) const { return beaconkv::validate(attention); }
 
   template <CacheReader Cache>
-  [[nodiscard]] Result<ScoreReport> score(const Cache& cache, const Observations& observations, Range candidates, ScoreMatrix out, Workspace& work) const {
+  [[nodiscard]] Result<ScoreReport> score(const Cache& cache, const Observations& observations, Range candidates,
+                                          ScoreMatrix out, Workspace& work) const {
     const Workspace::Frame frame(work);
     const index_t group = observations.query_heads / out.heads;
     const std::span<slot_t> visible = work.take<slot_t>(group * observations.rows);
@@ -73,13 +79,17 @@ struct AttentionScorer {
       const index_t first_row = h * group * observations.rows;
       for (index_t r = 0; r < group * observations.rows; ++r)
         visible[static_cast<std::size_t>(r)] =
-            causal ? static_cast<slot_t>(detail::slot_at_or_behind(cache, h, observations.positions[static_cast<std::size_t>(first_row + r)] + 1)) : static_cast<slot_t>(out.tokens);
-      const AttentionQueries queries{observations.queries + first_row * observations.dim, group, observations.rows, observations.dim, visible};
+            causal ? static_cast<slot_t>(detail::slot_at_or_behind(
+                         cache, h, observations.positions[static_cast<std::size_t>(first_row + r)] + 1))
+                   : static_cast<slot_t>(out.tokens);
+      const AttentionQueries queries{observations.queries + first_row * observations.dim, group, observations.rows,
+                                     observations.dim, visible};
       const auto keys = [&](index_t first, index_t count, float* scratch) { return cache.keys(h, first, count, scratch); };
       const std::span<float> row = out.row(h);
       std::fill(row.begin(), row.end(), 0.0F);
       const Result<ScoreReport> part =
-          attention_scores(keys, queries, domain, candidates, options, row.subspan(static_cast<std::size_t>(domain.first), static_cast<std::size_t>(domain.size())), work);
+          attention_scores(keys, queries, domain, candidates, options,
+                           row.subspan(static_cast<std::size_t>(domain.first), static_cast<std::size_t>(domain.size())), work);
       if (!part) return part;
       report.num_non_finite += part->num_non_finite;
     }
@@ -105,8 +115,9 @@ struct AttentionScorer {
       for (float& x : first) x /= static_cast<float>(out.heads);
     if (attention.pool_stage == PoolStage::kv_head) {
       const Workspace::Frame frame(work);
-      detail::pool_in_place(first.subspan(static_cast<std::size_t>(candidates.first), static_cast<std::size_t>(candidates.size())), attention.pool,
-                            work.take<float>(out.tokens));
+      detail::pool_in_place(
+          first.subspan(static_cast<std::size_t>(candidates.first), static_cast<std::size_t>(candidates.size())),
+          attention.pool, work.take<float>(out.tokens));
     }
     for (index_t h = 1; h < out.heads; ++h) std::copy(first.begin(), first.end(), out.row(h).begin());
   }

@@ -25,7 +25,8 @@ namespace detail {
 
 /// Scratch of `select_head` over `n` slots.
 struct SelectionScratch {
-  SelectionScratch(Workspace& work, index_t n) : scores(work.take<float>(n)), slots(work.take<slot_t>(n)), best(work.take<slot_t>(n)) {}
+  SelectionScratch(Workspace& work, index_t n)
+      : scores(work.take<float>(n)), slots(work.take<slot_t>(n)), best(work.take<slot_t>(n)) {}
   std::span<float> scores;
   std::span<slot_t> slots;
   std::span<slot_t> best;
@@ -38,11 +39,11 @@ struct SelectionScratch {
   });
 }
 
-/// Adds one head's set of `keep` slots to `plan`: every slot outside `candidates` or inside a protected range, and the best of the others.
-/// Returns how many tokens protection kept beyond `keep`.
+/// Adds one head's set of `keep` slots to `plan`: every slot outside `candidates` or inside a protected range, and the best of
+/// the others. Returns how many tokens protection kept beyond `keep`.
 template <CacheReader Cache>
-[[nodiscard]] Result<index_t> select_head(const Cache& cache, index_t head, std::span<const float> scores, Range candidates, std::span<const Range> ranges,
-                                          index_t keep, KeepPlan& plan, Workspace& work) {
+[[nodiscard]] Result<index_t> select_head(const Cache& cache, index_t head, std::span<const float> scores, Range candidates,
+                                          std::span<const Range> ranges, index_t keep, KeepPlan& plan, Workspace& work) {
   const Workspace::Frame frame(work);
   const index_t n = cache.num_tokens();
   SelectionScratch scratch(work, n);

@@ -11,12 +11,12 @@ namespace beaconkv::inline v0 {
 template <Schedule ScheduleT = PromptBudget>
 struct SnapKVOptions {
   ScheduleT budget{};
-  index_t n_recent_queries = 32;                              ///< the observation window's queries
-  index_t n_recent_kv = 32;                                   ///< the observation window's tokens, which stay
-  std::optional<index_t> n_prefix = 0;                        ///< positions below this stay; none are protected in the paper
+  index_t n_recent_queries = 32;        ///< the observation window's queries
+  index_t n_recent_kv = 32;             ///< the observation window's tokens, which stay
+  std::optional<index_t> n_prefix = 0;  ///< positions below this stay; none are protected in the paper
   Pool pool{PoolKind::average, 5};
   Reduce over_queries = Reduce::sum;
-  Reduce over_heads = Reduce::mean;                           ///< over the group, where a KV head serves several query heads
+  Reduce over_heads = Reduce::mean;  ///< over the group, where a KV head serves several query heads
   SoftmaxDomain softmax_domain = SoftmaxDomain::all_visible;
   GroupStage group_stage = GroupStage::weights;
   PoolStage pool_stage = PoolStage::query_head;
@@ -33,9 +33,9 @@ struct SnapKVOptions {
 /// | schedule | `PromptBudget`: once, after the prompt |
 /// | protected | the last `n_recent_kv` tokens |
 ///
-/// The published code repeats keys over the group and chooses for each *query* head. That is this class with `kv_heads = query_heads`. With
-/// fewer KV heads each pooled query head counts equally (`over_heads`), as in kvpress. Slots stay in time order; the published
-/// code stores them by descending score (same set).
+/// The published code repeats keys over the group and chooses for each *query* head. That is this class with `kv_heads =
+/// query_heads`. With fewer KV heads each pooled query head counts equally (`over_heads`), as in kvpress. Slots stay in time
+/// order; the published code stores them by descending score (same set).
 template <class ScorerT = AttentionScorer, Schedule ScheduleT = PromptBudget>
 class SnapKV : public EvictionPolicy<RecentQueries, ScorerT, ScheduleT> {
  public:
@@ -55,13 +55,13 @@ class SnapKV : public EvictionPolicy<RecentQueries, ScorerT, ScheduleT> {
   }
 
   /// The policy, or what is wrong with its options. Without a table queries must come rotated.
-  [[nodiscard]] static Result<SnapKV> make(const Shape& shape, const Options& options, std::optional<RopeTable> rope = {})
-    requires std::same_as<ScorerT, AttentionScorer>
-  {
+  [[nodiscard]] static Result<SnapKV> make(const Shape& shape, const Options& options,
+                                           std::optional<RopeTable> rope = {}) requires std::same_as<ScorerT, AttentionScorer> {
     return make(shape, options, std::move(rope), scorer_of(options));
   }
   /// The same with another scorer.
-  [[nodiscard]] static Result<SnapKV> make(const Shape& shape, const Options& options, std::optional<RopeTable> rope, ScorerT scorer) {
+  [[nodiscard]] static Result<SnapKV> make(const Shape& shape, const Options& options, std::optional<RopeTable> rope,
+                                           ScorerT scorer) {
     const typename Base::Parts parts{.observer = {.count = options.n_recent_queries},
                                      .scorer = std::move(scorer),
                                      .schedule = options.budget,
@@ -73,8 +73,8 @@ class SnapKV : public EvictionPolicy<RecentQueries, ScorerT, ScheduleT> {
 
 #ifndef BEACONKV_NO_EXCEPTIONS
   /// As `make`; throws `Error`.
-  SnapKV(const Shape& shape, const Options& options, std::optional<RopeTable> rope = {})
-    requires std::same_as<ScorerT, AttentionScorer>
+  SnapKV(const Shape& shape, const Options& options,
+         std::optional<RopeTable> rope = {}) requires std::same_as<ScorerT, AttentionScorer>
       : SnapKV(make(shape, options, std::move(rope)).or_throw()) {}
 #endif
 
