@@ -20,7 +20,7 @@ using MadePolicy = Result<std::unique_ptr<ModelPolicy>>;
   return head_major_plane(base, shape.kv_heads, shape.head_dim, session.capacity());
 }
 
-/// One copy of `Policy` a layer, over views of a session's memory.
+/// A policy at work on the layers of a session's memory.
 template <class Policy>
 class LayeredPolicy final : public ModelPolicy {
  public:
@@ -32,81 +32,70 @@ class LayeredPolicy final : public ModelPolicy {
       if (!cache) return cache.status();
       caches.push_back(std::move(*cache));
     }
-    Workspace work(policies.front().workspace_size(session.capacity()));
-    return std::unique_ptr<ModelPolicy>(new LayeredPolicy(std::move(policies), std::move(caches), std::move(work)));
+    Result<Layers> layers = Layers::make(std::move(policies), std::move(caches), session.capacity());
+    if (!layers) return layers.status();
+    return std::unique_ptr<ModelPolicy>(new LayeredPolicy(std::move(*layers)));
   }
 
   [[nodiscard]] MadePolicy fork(Session& session) const override {
-    auto copy = std::unique_ptr<LayeredPolicy>(new LayeredPolicy(policies_, caches_, work_));
-    for (index_t l = 0; l < layers(); ++l)
-      if (Status s = copy->cache(l).rebase(plane_of(session, session.keys(l)), plane_of(session, session.values(l))); !s)
-        return s;
+    auto copy = std::unique_ptr<LayeredPolicy>(new LayeredPolicy(layers_));
+    for (index_t l = 0; l < layers_.num_layers(); ++l) {
+      Cache& cache = copy->layers_.cache(l);
+      if (Status s = cache.rebase(plane_of(session, session.keys(l)), plane_of(session, session.values(l))); !s) return s;
+    }
     return std::unique_ptr<ModelPolicy>(std::move(copy));
   }
 
   [[nodiscard]] Result<index_t> after_prefill(Session& session) override {
-    for (index_t l = 0; l < layers(); ++l) {
+    for (index_t l = 0; l < layers_.num_layers(); ++l) {
       const QueryView queries = session.queries(l);
-      if (Status s = cache(l).append_run(session.next_position() - queries.tokens, queries.tokens); !s) return s;
-      if (Status s = policy(l).prefill(queries, work_); !s) return s;
+      if (Status s = layers_.cache(l).append_run(session.next_position() - queries.tokens, queries.tokens); !s) return s;
+      if (Status s = layers_.policy(l).prefill(queries, layers_.workspace()); !s) return s;
     }
     return evict_where_due(session);
   }
 
   [[nodiscard]] Status append(Session& session) override {
-    for (index_t l = 0; l < layers(); ++l)
-      if (Status s = cache(l).append(session.next_position() - 1); !s) return s;
+    for (index_t l = 0; l < layers_.num_layers(); ++l)
+      if (Status s = layers_.cache(l).append(session.next_position() - 1); !s) return s;
     return {};
   }
 
   [[nodiscard]] Result<index_t> observe_and_evict(Session& session) override {
-    for (index_t l = 0; l < layers(); ++l) {
+    for (index_t l = 0; l < layers_.num_layers(); ++l) {
       const QueryView queries = session.queries(l);
       const std::span<const float> one_token(queries.data, static_cast<std::size_t>(queries.heads * queries.dim));
-      if (Status s = policy(l).observe(one_token, session.next_position() - 1); !s) return s;
+      if (Status s = layers_.policy(l).observe(one_token, session.next_position() - 1); !s) return s;
     }
     return evict_where_due(session);
   }
 
   [[nodiscard]] std::optional<index_t> budget_min() const override {
-    if constexpr (requires { policies_.front().schedule().lower(); }) return policies_.front().schedule().lower();
+    if constexpr (requires { layers_.policy(0).schedule().lower(); }) return layers_.policy(0).schedule().lower();
     return std::nullopt;
   }
-  [[nodiscard]] index_t num_tokens(index_t layer) const override {
-    return caches_[static_cast<std::size_t>(layer)].num_tokens();
-  }
+  [[nodiscard]] index_t num_tokens(index_t layer) const override { return layers_.cache(layer).num_tokens(); }
   [[nodiscard]] position_t position(index_t layer, index_t head, index_t slot) const override {
-    return caches_[static_cast<std::size_t>(layer)].position(head, slot);
+    return layers_.cache(layer).position(head, slot);
   }
-  [[nodiscard]] index_t bytes_per_token() const override { return layers() * caches_.front().bytes_per_token(); }
-  [[nodiscard]] std::size_t state_bytes() const override {
-    std::size_t bytes = 0;
-    for (const Policy& p : policies_) bytes += p.state_bytes();
-    return bytes;
-  }
+  [[nodiscard]] index_t bytes_per_token() const override { return layers_.num_layers() * layers_.cache(0).bytes_per_token(); }
+  [[nodiscard]] std::size_t state_bytes() const override { return layers_.state_bytes(); }
 
  private:
-  LayeredPolicy(std::vector<Policy> policies, std::vector<Cache> caches, Workspace work)
-      : policies_(std::move(policies)), caches_(std::move(caches)), work_(std::move(work)) {}
+  using Layers = Sequence<Policy, Cache>;
 
-  [[nodiscard]] index_t layers() const noexcept { return static_cast<index_t>(caches_.size()); }
-  [[nodiscard]] Policy& policy(index_t layer) noexcept { return policies_[static_cast<std::size_t>(layer)]; }
-  [[nodiscard]] Cache& cache(index_t layer) noexcept { return caches_[static_cast<std::size_t>(layer)]; }
+  explicit LayeredPolicy(Layers layers) : layers_(std::move(layers)) {}
 
+  /// The session learns how many rows are left. Returns how many layers evicted.
   [[nodiscard]] Result<index_t> evict_where_due(Session& session) {
-    index_t evictions = 0;
-    for (index_t l = 0; l < layers(); ++l) {
-      if (!policy(l).due(cache(l))) continue;
-      if (Result<EvictionReport> report = evict(policy(l), cache(l), work_); !report) return report.status();
-      if (Status s = session.set_length(l, cache(l).num_tokens()); !s) return s;
-      ++evictions;
-    }
-    return evictions;
+    const Result<SequenceReport> report = layers_.evict_where_due();
+    if (!report) return report.status();
+    for (index_t l = 0; report->layers > 0 && l < layers_.num_layers(); ++l)
+      if (Status s = session.set_length(l, layers_.cache(l).num_tokens()); !s) return s;
+    return report->layers;
   }
 
-  std::vector<Policy> policies_;  // of each layer
-  std::vector<Cache> caches_;     // of each layer, over the session's memory
-  Workspace work_;                // shared by the layers, which take turns
+  Layers layers_;
 };
 
 /// Gives each setting of the command line to the option of that name, where the policy has one.

@@ -29,6 +29,7 @@
 #include "beaconkv/policy/scorer.hpp"
 #include "beaconkv/policy/selection.hpp"
 #include "beaconkv/policy/snapkv.hpp"
+#include "beaconkv/sequence/sequence.hpp"
 #include "beaconkv/status.hpp"
 #include "beaconkv/types.hpp"
 #include "beaconkv/version.hpp"
