@@ -79,6 +79,9 @@ struct RopeRotation {
 /// vector once, in `rotate`, and is taken back in `unrotate`, never in `realign`.
 class RopeTable {
  public:
+  /// An empty table: no RoPE, only there to be replaced or to say "none".
+  RopeTable() = default;
+
   /// The table, or what is wrong with the options. Allocates `rotary_dim / 2` doubles.
   [[nodiscard]] static Result<RopeTable> make(const RopeOptions& options);
 
@@ -87,6 +90,7 @@ class RopeTable {
   explicit RopeTable(const RopeOptions& options) : RopeTable(make(options).or_throw()) {}
 #endif
 
+  [[nodiscard]] bool empty() const noexcept { return inv_freq_.empty(); }
   [[nodiscard]] index_t head_dim() const noexcept { return head_dim_; }
   [[nodiscard]] index_t rotary_dim() const noexcept { return 2 * pairs(); }
   [[nodiscard]] index_t pairs() const noexcept { return static_cast<index_t>(inv_freq_.size()); }
@@ -117,7 +121,6 @@ class RopeTable {
   }
 
  private:
-  RopeTable() = default;
   void turn(float* row, position_t delta, float factor) const noexcept;
   [[nodiscard]] std::pair<index_t, index_t> dims_of(index_t pair) const noexcept {
     return layout_ == RopeLayout::half ? std::pair{pair, pair + pairs()} : std::pair{2 * pair, 2 * pair + 1};

@@ -37,7 +37,7 @@ class EvictionPolicy {
     ScorerT scorer{};
     ScheduleT schedule{};
     Protection protection{};
-    std::optional<RopeTable> rope{};
+    RopeTable rope{};  ///< empty: queries are taken rotated
     /// How scores of several heads become one where the cache keeps one set for all of them.
     Reduce shared_reduce = Reduce::mean;
   };
@@ -237,9 +237,9 @@ class EvictionPolicy {
     if (p.n_prefix && *p.n_prefix < 0) return detail::invalid("n_prefix = ", *p.n_prefix, ": must not be negative");
     if (p.n_recent_kv < 0) return detail::invalid("n_recent_kv = ", p.n_recent_kv, ": must not be negative");
     if (Status s = parts.schedule.validate(p.n_prefix, p.n_recent_kv); !s) return s;
-    if (ObserverT::needs_rope && !parts.rope) return detail::invalid("rope: this policy needs a RopeTable");
-    if (parts.rope && parts.rope->head_dim() != shape.head_dim)
-      return detail::invalid("rope.head_dim = ", parts.rope->head_dim(), ": must be shape.head_dim = ", shape.head_dim);
+    if (ObserverT::needs_rope && parts.rope.empty()) return detail::invalid("rope: this policy needs a RopeTable");
+    if (!parts.rope.empty() && parts.rope.head_dim() != shape.head_dim)
+      return detail::invalid("rope.head_dim = ", parts.rope.head_dim(), ": must be shape.head_dim = ", shape.head_dim);
     return {};
   }
 
@@ -264,7 +264,7 @@ class EvictionPolicy {
     return {queries, work.take<position_t>(n)};
   }
 
-  [[nodiscard]] const RopeTable* rope() const noexcept { return rope_ ? &*rope_ : nullptr; }
+  [[nodiscard]] const RopeTable* rope() const noexcept { return rope_.empty() ? nullptr : &rope_; }
 
   template <CacheReader Cache>
   [[nodiscard]] ScheduleState state_of(const Cache& cache) const {
@@ -323,7 +323,7 @@ class EvictionPolicy {
     if (heads != shape_.query_heads || dim != shape_.head_dim)
       return detail::invalid("queries have ", heads, " heads of ", dim, ": the shape has ", shape_.query_heads, " of ",
                              shape_.head_dim);
-    if (!rotated && !rope_ && ObserverT::needs_queries)
+    if (!rotated && rope_.empty() && ObserverT::needs_queries)
       return detail::error(StatusCode::unsupported,
                            "pre-RoPE queries: this policy was made without a RopeTable, use the _rotated call");
     if (position < next_position_)
@@ -361,7 +361,7 @@ class EvictionPolicy {
   ScorerT scorer_;
   ScheduleT schedule_;
   Protection protection_;
-  std::optional<RopeTable> rope_;
+  RopeTable rope_;
   Reduce shared_reduce_;
   position_t next_position_ = 0;
   position_t prompt_end_ = 0;

@@ -231,12 +231,11 @@ class RKV : public EvictionPolicy<RecentQueries, ScorerT, ScheduleT> {
 
   /// The policy, or what is wrong with its options. Without a table queries must come rotated.
   [[nodiscard]] static Result<RKV> make(const Shape& shape, const Options& options,
-                                        std::optional<RopeTable> rope = {}) requires std::same_as<ScorerT, RKVScorer> {
+                                        RopeTable rope = {}) requires std::same_as<ScorerT, RKVScorer> {
     return make(shape, options, std::move(rope), scorer_of(options));
   }
   /// The same with another scorer.
-  [[nodiscard]] static Result<RKV> make(const Shape& shape, const Options& options, std::optional<RopeTable> rope,
-                                        ScorerT scorer) {
+  [[nodiscard]] static Result<RKV> make(const Shape& shape, const Options& options, RopeTable rope, ScorerT scorer) {
     const typename Base::Parts parts{.observer = {.count = options.n_recent_queries},
                                      .scorer = std::move(scorer),
                                      .schedule = options.budget,
@@ -248,7 +247,7 @@ class RKV : public EvictionPolicy<RecentQueries, ScorerT, ScheduleT> {
 
 #ifndef BEACONKV_NO_EXCEPTIONS
   /// As `make`; throws `Error`.
-  RKV(const Shape& shape, const Options& options, std::optional<RopeTable> rope = {})
+  RKV(const Shape& shape, const Options& options, RopeTable rope = {})
   requires std::same_as<ScorerT, RKVScorer> : RKV(make(shape, options, std::move(rope)).or_throw()) {}
 #endif
 

@@ -61,12 +61,11 @@ class RPC : public EvictionPolicy<RecentQueries, ScorerT, ScheduleT> {
 
   /// The policy, or what is wrong with its options. Without a table queries must come rotated.
   [[nodiscard]] static Result<RPC> make(const Shape& shape, const Options& options,
-                                        std::optional<RopeTable> rope = {}) requires std::same_as<ScorerT, AttentionScorer> {
+                                        RopeTable rope = {}) requires std::same_as<ScorerT, AttentionScorer> {
     return make(shape, options, std::move(rope), scorer_of(options));
   }
   /// The same with another scorer.
-  [[nodiscard]] static Result<RPC> make(const Shape& shape, const Options& options, std::optional<RopeTable> rope,
-                                        ScorerT scorer) {
+  [[nodiscard]] static Result<RPC> make(const Shape& shape, const Options& options, RopeTable rope, ScorerT scorer) {
     const typename Base::Parts parts{
         .observer = {.count = options.n_recent_queries, .newest_twice = options.newest_query_twice},
         .scorer = std::move(scorer),
@@ -79,7 +78,7 @@ class RPC : public EvictionPolicy<RecentQueries, ScorerT, ScheduleT> {
 
 #ifndef BEACONKV_NO_EXCEPTIONS
   /// As `make`; throws `Error`.
-  RPC(const Shape& shape, const Options& options, std::optional<RopeTable> rope = {})
+  RPC(const Shape& shape, const Options& options, RopeTable rope = {})
   requires std::same_as<ScorerT, AttentionScorer> : RPC(make(shape, options, std::move(rope)).or_throw()) {}
 #endif
 

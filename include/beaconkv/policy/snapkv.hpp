@@ -56,12 +56,11 @@ class SnapKV : public EvictionPolicy<RecentQueries, ScorerT, ScheduleT> {
 
   /// The policy, or what is wrong with its options. Without a table queries must come rotated.
   [[nodiscard]] static Result<SnapKV> make(const Shape& shape, const Options& options,
-                                           std::optional<RopeTable> rope = {}) requires std::same_as<ScorerT, AttentionScorer> {
+                                           RopeTable rope = {}) requires std::same_as<ScorerT, AttentionScorer> {
     return make(shape, options, std::move(rope), scorer_of(options));
   }
   /// The same with another scorer.
-  [[nodiscard]] static Result<SnapKV> make(const Shape& shape, const Options& options, std::optional<RopeTable> rope,
-                                           ScorerT scorer) {
+  [[nodiscard]] static Result<SnapKV> make(const Shape& shape, const Options& options, RopeTable rope, ScorerT scorer) {
     const typename Base::Parts parts{.observer = {.count = options.n_recent_queries},
                                      .scorer = std::move(scorer),
                                      .schedule = options.budget,
@@ -73,8 +72,7 @@ class SnapKV : public EvictionPolicy<RecentQueries, ScorerT, ScheduleT> {
 
 #ifndef BEACONKV_NO_EXCEPTIONS
   /// As `make`; throws `Error`.
-  SnapKV(const Shape& shape, const Options& options,
-         std::optional<RopeTable> rope = {}) requires std::same_as<ScorerT, AttentionScorer>
+  SnapKV(const Shape& shape, const Options& options, RopeTable rope = {}) requires std::same_as<ScorerT, AttentionScorer>
       : SnapKV(make(shape, options, std::move(rope)).or_throw()) {}
 #endif
 
