@@ -27,8 +27,8 @@ struct Outcome {
   index_t tokens = 0;      ///< of the full cache's text
   double seconds = 0;      ///< of the decode steps along that text, evictions included
   std::size_t peak_kv_bytes = 0;
-  std::size_t state_bytes = 0;      ///< at most, of all layers
-  std::vector<double> eviction_us;  ///< one for each step in which something was evicted, all layers together
+  std::size_t state_bytes = 0;        ///< at most, of all layers
+  std::vector<double> eviction_us{};  ///< one for each step in which something was evicted, all layers together
 };
 
 /// How a problem is run.

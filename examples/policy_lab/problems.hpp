@@ -16,11 +16,11 @@ namespace beaconkv::lab {
 /// One line. `prompt_ids` is required, or `prompt` (words) where the model folder has a `vocab.json`; everything else is
 /// optional.
 struct Problem {
-  std::string id;
+  std::string id{};
   int level = 0;
-  std::vector<int> prompt;
-  std::vector<int> expected;  ///< the right text, `<eos>` included
-  std::vector<int> answer;    ///< the part of it that counts
+  std::vector<int> prompt{};
+  std::vector<int> expected{};  ///< the right text, `<eos>` included
+  std::vector<int> answer{};    ///< the part of it that counts
 
   /// Whether `generated` (up to and including one of `eos`) answers the problem: what stands between the marker before the
   /// answer (the token before it in `expected`) and `<eos>` equals `answer`. Without `expected`, whether it ends in the answer.

@@ -13,8 +13,8 @@
 namespace beaconkv::lab {
 
 struct RunOptions {
-  std::filesystem::path model;
-  std::filesystem::path prompts;
+  std::filesystem::path model{};
+  std::filesystem::path prompts{};
   std::string policies = "full,random,recent_window,snapkv,rpc,rkv,beaconkv";
   std::string budgets = "64,128";
   index_t limit = 0;
@@ -23,9 +23,9 @@ struct RunOptions {
   index_t threads = 0;  ///< 0: one a core
   bool as_published = false;
   bool compare = true;
-  std::map<std::string, std::string> settings;  ///< for every policy that has them
-  std::filesystem::path csv;
-  std::filesystem::path plot;
+  std::map<std::string, std::string> settings{};  ///< for every policy that has them
+  std::filesystem::path csv{};
+  std::filesystem::path plot{};
 };
 
 /// Runs and prints; the rows appear one by one. Errors are found before the first problem is run, as far as they can be.
