@@ -1,0 +1,119 @@
+// beaconkv: KV-cache eviction policies. SPDX-License-Identifier: MIT
+
+// Also compiled with -ffast-math, hence special numbers by their bits.
+
+#include "beaconkv/detail/numeric.hpp"
+
+#include <cmath>
+#include <numeric>
+#include <vector>
+
+#include "support/check.hpp"
+#include "support/random.hpp"
+
+namespace {
+
+using namespace beaconkv;
+using namespace beaconkv::test;
+
+/// Reassociation costs the exponential its two-part reduction.
+#ifdef __FAST_MATH__
+constexpr double exponential_tolerance = 1e-5;
+#else
+constexpr double exponential_tolerance = 2e-7;
+#endif
+
+TEST_CASE("NaN and infinities are told by their bits") {
+  for (const std::uint32_t sign : {0U, 0x80000000U}) {
+    CAPTURE(sign);
+    for (const std::uint32_t magnitude : {0U, 1U, 0x7FFFFFU, 0x800000U, 0x3F800000U, 0x7F7FFFFFU}) {
+      CHECK(detail::is_finite(float_of(sign | magnitude)));
+      CHECK_FALSE(detail::is_nan(float_of(sign | magnitude)));
+    }
+    CHECK_FALSE(detail::is_finite(float_of(sign | 0x7F800000U)));
+    CHECK_FALSE(detail::is_nan(float_of(sign | 0x7F800000U)));
+    for (const std::uint32_t magnitude : {0x7F800001U, 0x7FC00000U, 0x7FFFFFFFU}) {
+      CHECK_FALSE(detail::is_finite(float_of(sign | magnitude)));
+      CHECK(detail::is_nan(float_of(sign | magnitude)));
+    }
+  }
+  CHECK(detail::is_nan(detail::quiet_nan()));
+  CHECK(detail::is_finite(detail::masked_logit));
+}
+
+TEST_CASE("One number that is not finite is seen anywhere in a row") {
+  for (index_t n = 0; n <= 40; ++n) {
+    std::vector<float> row(static_cast<std::size_t>(n), 1.0F);
+    CAPTURE(n);
+    CHECK(detail::all_finite(row.data(), n));
+    for (std::size_t i = 0; i < row.size(); ++i)
+      for (const std::uint32_t bad : {0x7F800000U, 0xFF800000U, 0x7FC00000U, 0xFF800001U}) {
+        row[i] = float_of(bad);
+        CHECK_FALSE(detail::all_finite(row.data(), n));
+        row[i] = 1.0F;
+      }
+  }
+}
+
+TEST_CASE("The exponential is as exact as it says, and exactly 0 below -87") {
+  std::vector<float> x;
+  for (std::uint32_t bits = 0x80000000U; bits < bits_of(-87.0F); bits += 997) x.push_back(float_of(bits));  // from -0 on
+  std::vector<float> out = x;
+  const std::vector<float> zero(x.size(), 0.0F);
+  detail::exp_shifted(out.data(), zero.data(), static_cast<index_t>(out.size()));
+  double worst = 0;
+  for (std::size_t i = 0; i < x.size(); ++i) {
+    const double exact = std::exp(static_cast<double>(x[i]));
+    worst = std::max(worst, std::abs(static_cast<double>(out[i]) - exact) / exact);
+  }
+  CHECK(worst < exponential_tolerance);
+
+  const auto shifted = [](float value, float shift) {
+    detail::exp_shifted(&value, &shift, 1);
+    return value;
+  };
+  CHECK(shifted(0.0F, 0.0F) == 1.0F);
+  CHECK(shifted(-0.0F, 0.0F) == 1.0F);
+  CHECK(shifted(-1234.5F, -1234.5F) == 1.0F);
+  CHECK(std::abs(shifted(1000.0F, 1001.0F) - std::exp(-1.0F)) < 1e-6F);
+  CHECK(shifted(std::nextafter(-87.0F, 0.0F), 0.0F) > 0.0F);
+  for (const float below : {std::nextafter(-87.0F, -88.0F), -88.0F, -100.0F, -1e30F}) CHECK(shifted(below, 0.0F) == 0.0F);
+  CHECK(shifted(detail::masked_logit, 3e38F) == 0.0F);  // their difference is infinite
+  CHECK(shifted(detail::masked_logit, -1e30F) == 0.0F);
+}
+
+TEST_CASE("Dot products agree with double precision at every length") {
+  Random random;
+  CAPTURE(random.seed());
+  for (index_t n = 0; n <= 130; ++n) {
+    const std::vector<float> a = random.normals(n);
+    const std::vector<float> b = random.normals(n);
+    double exact = 0;
+    double size = 0;
+    for (std::size_t i = 0; i < a.size(); ++i) {
+      exact += static_cast<double>(a[i]) * static_cast<double>(b[i]);
+      size += std::abs(static_cast<double>(a[i]) * static_cast<double>(b[i]));
+    }
+    CAPTURE(n);
+    CHECK(std::abs(static_cast<double>(detail::dot(a.data(), b.data(), n)) - exact) <= 1e-6 * size);
+  }
+}
+
+TEST_CASE("Softmax agrees with the formula and does not overflow") {
+  std::vector<float> x{0.0F, std::log(3.0F), -1e30F, 1.0F};
+  detail::softmax(x);
+  const double sum = 1 + 3 + std::exp(1.0);
+  CHECK(largest_difference(x, std::vector<double>{1 / sum, 3 / sum, 0, std::exp(1.0) / sum}) <= 1e-7);
+
+  std::vector<float> large{3e38F, 3e38F, -3e38F};
+  detail::softmax(large);
+  CHECK(large == std::vector<float>{0.5F, 0.5F, 0.0F});
+  std::vector<float> one{-5.0F};
+  detail::softmax(one);
+  CHECK(one[0] == 1.0F);
+  std::vector<float> none;
+  detail::softmax(none);
+  CHECK(none.empty());
+}
+
+}  // namespace
