@@ -545,6 +545,8 @@ TEST_CASE("Bad arguments of attention are named and nothing is written") {
   check([](Case& c) { c.domain.last = 9; }, {"pooled = [0, 10)", "domain [0, 9)"});
   check([](Case& c) { c.pooled = {6, 5}; }, {"pooled = [6, 5)"});
   check_invalid(status(good, std::span(out).first(9)), {"out has 9", "domain has 10"});
+  std::vector<float> longer(11, -7.0F);
+  check_invalid(status(good, longer), {"out has 11", "domain has 10"});
   CHECK(out == std::vector<float>(10, -7.0F));
   CHECK(work.peak() == 0);
   CHECK(status(good, out).ok());

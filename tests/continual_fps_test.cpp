@@ -273,11 +273,13 @@ TEST_CASE("[K4] every call uses the workspace that was asked for and allocates n
   CHECK(reduce_work.peak() <= buffer.workspace_size().bytes);
 }
 
-TEST_CASE("A push that does not fill the buffer needs no workspace") {
+TEST_CASE("A push that does not fill the buffer, and a reduction of nothing, need no workspace") {
   ContinualFps buffer = buffer_of(2, 1, 3);
   Workspace none(WorkspaceSize{});
   const float row[2] = {1, 2};
+  CHECK(buffer.reduce(none).ok());
   CHECK(buffer.push(row, 0, none).ok());
+  CHECK(buffer.reduce(none).ok());  // as many as it may keep
   CHECK(buffer.push(row, 1, none).ok());
   check_error(buffer.push(row, 2, none), StatusCode::workspace_too_small, {"workspace"});
   CHECK(to_vector(buffer.tags()) == Positions{0, 1});

@@ -1,6 +1,8 @@
 // beaconkv: KV-cache eviction policies. SPDX-License-Identifier: MIT
 #include "beaconkv/memory/plane_cache.hpp"
 
+#include <sys/mman.h>
+
 #include <cstring>
 #include <string>
 #include <utility>
@@ -383,18 +385,35 @@ TEST_CASE("[I3] the pinned prefix is a range within the tokens, and shrinks with
   CHECK(cache.num_tokens() == 3);
 }
 
-TEST_CASE("Rows that stay where they are, the pinned ones among them, are not written") {
+TEST_CASE("[I3] the pinned rows may lie in memory that cannot be written", "[I3]") {
+  constexpr std::size_t page = 4096;
+  void* const memory = mmap(nullptr, 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  REQUIRE(memory != MAP_FAILED);
+  auto* const rows = static_cast<float*>(memory);
+  constexpr index_t pinned = page / (16 * sizeof(float));
+  auto cache = PlaneCache<float>::head_major(rows, rows, {1, 1, 16}, 2 * pinned);
+  cache.append_run(0, 2 * pinned).or_throw();
+  cache.set_pinned_prefix(pinned).or_throw();
+  rows[16 * (pinned + 5)] = 5;
+  REQUIRE(mprotect(memory, page, PROT_READ) == 0);
+  Slots kept;
+  for (slot_t s = 0; s < pinned; ++s) kept.push_back(s);
+  kept.push_back(pinned + 5);
+  CHECK(compact(cache, plan_for(cache, {kept})).ok());
+  CHECK(rows[16 * pinned] == 5);
+  CHECK(munmap(memory, 2 * page) == 0);
+}
+
+TEST_CASE("Behind the kept rows memory is left as it was") {
   Random random;
   CAPTURE(random.seed());
   LayoutCache<float16> c(Layout::padded_rows, 2, 4, 4, 12, random);
   fill(c, 12, random);
-  c.cache.set_pinned_prefix(4).or_throw();
   std::vector<std::vector<float16>> before;
   for (index_t t = 0; t < 12; ++t) before.push_back(c.keys.row(1, t));
   compact(c.cache, plan_for(c.cache, {{0, 1, 2, 3, 4, 8, 9}})).or_throw();
   for (index_t t = 0; t < 12; ++t) {
-    const auto source =
-        static_cast<std::size_t>(t == 5 ? 8 : (t == 6 ? 9 : t));  // behind the kept ones memory is left as it was
+    const auto source = static_cast<std::size_t>(t == 5 ? 8 : (t == 6 ? 9 : t));
     CAPTURE(t);
     CHECK(c.keys.row(1, t) == before[source]);
   }
@@ -475,7 +494,9 @@ TEST_CASE("A cache follows its memory to another place") {
     return head_major_plane(elsewhere.data(), heads, dim, capacity);
   };
   check_invalid(cache.rebase(plane(2, 3, 3), plane(2, 3, 3)), {"capacity", "3", "4"});
+  check_invalid(cache.rebase(plane(2, 3, 4), plane(2, 3, 5)), {"capacity"});
   check_invalid(cache.rebase(plane(2, 2, 4), plane(2, 3, 4)), {"rebase"});
+  check_invalid(cache.rebase(plane(2, 3, 4), plane(2, 2, 4)), {"rebase"});
   check_invalid(cache.rebase(plane(2, 3, 4), plane(1, 3, 4)), {"rebase"});
   check_invalid(cache.rebase(plane(2, 3, 4), head_major_plane<float>(nullptr, 2, 3, 4)), {"values.base", "null"});
   float scratch[3];

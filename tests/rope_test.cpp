@@ -306,7 +306,7 @@ TEST_CASE("Linear and NTK scalings follow their formulas") {
 
 TEST_CASE("YaRN blends between the pairs that make beta_fast and beta_slow turns") {
   constexpr index_t rotary = 64;
-  for (const double theta : {10000.0, 1e6})
+  for (const double theta : {10.0, 10000.0, 1e6})
     for (const double original : {2048.0, 32768.0})
       for (const double factor : {1.0, 4.0, 40.0}) {
         CAPTURE(theta, original, factor);

@@ -137,6 +137,7 @@ TEST_CASE("The larger of two workspace sizes has room for either") {
   CHECK(larger.bytes == 10);
   CHECK(larger.plan_sets == 4);
   CHECK(larger.plan_tokens == 300);
+  CHECK(max(WorkspaceSize{7, 4, 200}, WorkspaceSize{10, 1, 300}).plan_tokens == 300);
 }
 
 TEST_CASE("A workspace has room for the plan that it was sized for") {

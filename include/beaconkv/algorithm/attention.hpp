@@ -122,10 +122,11 @@ class LogitTile {
     const index_t m = queries_.group * queries_.rows;
     products({queries_.data, m, queries_.dim, queries_.dim}, keys, out);
     for (index_t i = 0; i < m * keys.rows; ++i) out[i] *= scale_;
-    if (softcap_)
-      for (index_t i = 0; i < m * keys.rows; ++i) out[i] = *softcap_ * std::tanh(out[i] / *softcap_);
     std::fill(bad_key, bad_key + keys.rows, std::uint8_t{0});
-    if (!all_finite(out, m * keys.rows)) mask_non_finite(keys, out, bad_key);
+    if (!all_finite(out, m * keys.rows)) mask_non_finite(keys, out, bad_key);  // before the cap, which makes infinities finite
+    if (softcap_)
+      for (index_t i = 0; i < m * keys.rows; ++i)
+        if (out[i] > masked_logit) out[i] = *softcap_ * std::tanh(out[i] / *softcap_);
     for (index_t j = std::max<index_t>(0, all_see_below_ - first); j < keys.rows; ++j)
       for (index_t r = 0; r < m; ++r)
         if (queries_.visible[static_cast<std::size_t>(r)] <= first + j) out[j * m + r] = masked_logit;

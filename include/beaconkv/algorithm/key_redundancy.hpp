@@ -37,6 +37,8 @@ struct RedundancyOptions {
 [[nodiscard]] inline Status validate(const RedundancyOptions& options, index_t keys) {
   if (!(options.threshold >= -1.0F && options.threshold <= 1.0F))
     return detail::invalid("redundancy.threshold = ", options.threshold, ": must be between -1 and 1");
+  if (options.spared == SparedLookAlike::first_percent && !(options.ratio > 0.0F && options.ratio <= 1.0F))
+    return detail::invalid("redundancy.ratio = ", options.ratio, ": must be above 0 and at most 1");
   if (options.spared == SparedLookAlike::first_percent &&
       static_cast<index_t>(static_cast<double>(keys) * static_cast<double>(options.ratio)) < 1)
     return detail::invalid("redundancy.ratio = ", options.ratio, ": no entry of ", keys, " keys is left");

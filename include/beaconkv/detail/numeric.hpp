@@ -21,6 +21,9 @@ inline constexpr float masked_logit = -FLT_MAX;
 [[nodiscard]] inline bool is_finite(float x) noexcept { return (std::bit_cast<std::uint32_t>(x) & 0x7F800000U) != 0x7F800000U; }
 [[nodiscard]] inline bool is_nan(float x) noexcept { return (std::bit_cast<std::uint32_t>(x) & 0x7FFFFFFFU) > 0x7F800000U; }
 
+/// The larger of two; NaN where one of them is NaN, whichever it is.
+[[nodiscard]] inline float max_or_nan(float a, float b) noexcept { return is_nan(a) || (!is_nan(b) && a > b) ? a : b; }
+
 [[nodiscard]] inline float quiet_nan() noexcept { return std::bit_cast<float>(std::uint32_t{0x7FC00000U}); }
 
 /// True where all `n` numbers are finite. Vectorises.

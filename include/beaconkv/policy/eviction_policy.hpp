@@ -6,6 +6,7 @@
 /// protection; `RecentWindow`, `SnapKV`, `RPC`, `RKV` and `BeaconKV` are named choices of these.
 
 #include <algorithm>
+#include <limits>
 #include <optional>
 #include <span>
 #include <utility>
@@ -91,8 +92,7 @@ class EvictionPolicy {
   /// Protects the positions `[range.first, range.last)` from now on. Protected tokens still take part in the softmax and the
   /// pool. Allocates.
   [[nodiscard]] Status protect(Range range) {
-    if (range.first < 0 || range.last <= range.first)
-      return detail::invalid("range = [", range.first, ", ", range.last, "): must be ascending and not negative");
+    if (Status s = detail::validate_range(range, 0); !s) return s;
     for (const Range& r : protection_.ranges)
       if (range.first < r.last && r.first < range.last)
         return detail::invalid("range = [", range.first, ", ", range.last, "): overlaps the protected [", r.first, ", ", r.last,
@@ -103,10 +103,10 @@ class EvictionPolicy {
     return {};
   }
 
-  /// True where the schedule wants an eviction now. O(log L).
+  /// True where the schedule wants an eviction now. False between a commit and the next token. O(log L).
   template <CacheReader Cache>
   [[nodiscard]] bool due(const Cache& cache) const {
-    return schedule_.due(state_of(cache));
+    return !committed_since_token_ && schedule_.due(state_of(cache));
   }
 
   /// Scratch and plan for caches of up to `capacity` tokens and prompts of up to `capacity` tokens. Policies of several layers
@@ -189,9 +189,15 @@ class EvictionPolicy {
     const ScheduleState state = state_of(cache);
     const index_t target = schedule_.target(state);
     const Range open = candidates_of(cache);
-    if (target < state.tokens && open.size() < state.tokens - target)
-      return detail::invalid("the budget keeps ", target, " of ", state.tokens, " tokens, but ", state.tokens - open.size(),
-                             " are protected (prefix ", state.prefix, ", n_recent_kv ", state.recent, ")");
+    for (index_t h = 0; target < state.tokens && h < (shares_one_set<Cache>() ? 1 : shape_.kv_heads); ++h) {
+      const index_t fixed = state.tokens - detail::num_open(cache, h, open, protection_.ranges);
+      if (fixed > target)
+        return detail::invalid("the budget keeps ", target, " of ", state.tokens, " tokens, but ", fixed,
+                               " are protected (prefix ", state.prefix, ", n_recent_kv ", state.recent, ", ranges ",
+                               protection_.ranges.size(), ")");
+    }
+    // A scorer that follows plans looks at a cache of exactly its budget, too, where an eviction is due.
+    if (target == state.tokens && !(follows_plans && due(cache))) return plan_everything(cache, plan);
     return plan_to(cache, target, work, plan);
   }
 
@@ -201,8 +207,10 @@ class EvictionPolicy {
   [[nodiscard]] Status plan_free(const Cache& cache, index_t count, Workspace& work, KeepPlan& plan) const {
     if (Status s = check_cache(cache); !s) return s;
     if (count < 0) return detail::invalid("count = ", count, ": must not be negative");
+    if (count == 0) return plan_everything(cache, plan);
     const index_t tokens = cache.num_tokens();
-    if (Status s = plan_to(cache, count < tokens ? tokens - count : 0, work, plan); !s) return s;
+    const index_t target = count < tokens ? tokens - count : std::min<index_t>(1, tokens);  // no cache ends up empty
+    if (Status s = plan_to(cache, target, work, plan); !s) return s;
     plan.report(std::max<index_t>(0, count - plan.num_evicted(0)), plan.num_non_finite());
     return {};
   }
@@ -210,12 +218,14 @@ class EvictionPolicy {
   /// After the plan was applied: queries and per-slot state follow. Once for each plan.
   [[nodiscard]] Status commit(const KeepPlan& plan) {
     if (plan.sets() == 0) return detail::error(StatusCode::stale_plan, "commit: the plan is empty");
-    if (committed_epoch_ && *committed_epoch_ == plan.epoch())
+    if (plan.keeps_all() && plan.candidates().size() == 0) return {};  // within the budget: nothing competed, nothing follows
+    if (committed_epoch_ && *committed_epoch_ == plan.epoch() && !plan.keeps_all())
       return detail::error(StatusCode::stale_plan, "commit: this plan was committed before");
     if (Status s = observer_.commit(); !s) return s;
     if constexpr (follows_plans) scorer_.commit(plan, shape_);
     schedule_.committed();
     committed_epoch_ = plan.epoch();
+    committed_since_token_ = true;
     return {};
   }
 
@@ -236,6 +246,11 @@ class EvictionPolicy {
     const Protection& p = parts.protection;
     if (p.n_prefix && *p.n_prefix < 0) return detail::invalid("n_prefix = ", *p.n_prefix, ": must not be negative");
     if (p.n_recent_kv < 0) return detail::invalid("n_recent_kv = ", p.n_recent_kv, ": must not be negative");
+    std::int64_t end = 0;
+    for (const Range& range : p.ranges) {
+      if (Status s = detail::validate_range(range, end); !s) return s;
+      end = range.last;
+    }
     if (Status s = parts.schedule.validate(p.n_prefix, p.n_recent_kv); !s) return s;
     if (ObserverT::needs_rope && parts.rope.empty()) return detail::invalid("rope: this policy needs a RopeTable");
     if (!parts.rope.empty() && parts.rope.head_dim() != shape.head_dim)
@@ -294,7 +309,6 @@ class EvictionPolicy {
   template <CacheReader Cache>
   [[nodiscard]] Status plan_to(const Cache& cache, index_t target, Workspace& work, KeepPlan& plan) const {
     const index_t tokens = cache.num_tokens();
-    if (tokens < target || (tokens == target && !follows_plans)) return plan_everything(cache, plan);
     if (Status s = work.require(workspace_size(tokens)); !s) return s;
     const Workspace::Frame frame(work);
     const ScoreMatrix scores{work.take<float>(shape_.kv_heads * tokens).data(), shape_.kv_heads, tokens};
@@ -317,9 +331,10 @@ class EvictionPolicy {
     if (!decoded_) prompt_end_ = first_position + tokens;
     next_position_ = first_position + tokens;
     after_prefill_ = true;
+    committed_since_token_ = false;
   }
 
-  [[nodiscard]] Status check_queries(index_t heads, index_t dim, position_t position, bool rotated) const {
+  [[nodiscard]] Status check_queries(index_t heads, index_t dim, position_t position, index_t tokens, bool rotated) const {
     if (heads != shape_.query_heads || dim != shape_.head_dim)
       return detail::invalid("queries have ", heads, " heads of ", dim, ": the shape has ", shape_.query_heads, " of ",
                              shape_.head_dim);
@@ -328,6 +343,8 @@ class EvictionPolicy {
                            "pre-RoPE queries: this policy was made without a RopeTable, use the _rotated call");
     if (position < next_position_)
       return detail::error(StatusCode::out_of_order, "position = ", position, ": must be at least ", next_position_);
+    if (position > std::numeric_limits<position_t>::max() - tokens)
+      return detail::invalid("position = ", position, ": leaves no position for what follows");
     return {};
   }
 
@@ -335,7 +352,7 @@ class EvictionPolicy {
                                    bool rotated) {
     if (queries.tokens < 0) return detail::invalid("queries.tokens = ", queries.tokens, ": must not be negative");
     const position_t first = first_position.value_or(next_position_);
-    if (Status s = check_queries(queries.heads, queries.dim, first, rotated); !s) return s;
+    if (Status s = check_queries(queries.heads, queries.dim, first, queries.tokens, rotated); !s) return s;
     if (Status s = observer_.prefill({queries, first, rotated ? rope() : nullptr}, work); !s) return s;
     note_prompt(first, queries.tokens);
     return {};
@@ -347,11 +364,12 @@ class EvictionPolicy {
       return detail::invalid("queries have ", size, " numbers: the shape has ", shape_.query_heads, " heads of ",
                              shape_.head_dim);
     const index_t dim = ObserverT::needs_queries ? size / shape_.query_heads : shape_.head_dim;
-    if (Status s = check_queries(shape_.query_heads, dim, position, rotated); !s) return s;
+    if (Status s = check_queries(shape_.query_heads, dim, position, 1, rotated); !s) return s;
     const QueryView view = QueryView::token_major(queries.data(), 1, shape_.query_heads, shape_.head_dim);
     if (Status s = observer_.observe({view, position, rotated ? rope() : nullptr}); !s) return s;
     next_position_ = position + 1;
     after_prefill_ = false;
+    committed_since_token_ = false;
     decoded_ = true;
     return {};
   }
@@ -367,6 +385,7 @@ class EvictionPolicy {
   position_t prompt_end_ = 0;
   bool after_prefill_ = false;
   bool decoded_ = false;
+  bool committed_since_token_ = false;
   std::optional<std::uint64_t> committed_epoch_{};
 };
 

@@ -105,20 +105,30 @@ struct AttentionScorer {
   }
 
  private:
-  /// Reduces the groups' scores over all KV heads, pools once, and gives every head the result.
+  /// Reduces the groups' scores over all KV heads, pools once, and gives every head the result. A key that is not finite in one
+  /// head has no weight there, and no score in any.
   void share_over_heads(ScoreMatrix out, Range candidates, Workspace& work) const {
+    const Workspace::Frame frame(work);
+    const std::span<std::uint8_t> bad = work.take<std::uint8_t>(out.tokens);
     const std::span<float> first = out.row(0);
-    for (index_t h = 1; h < out.heads; ++h)
-      for (std::size_t j = 0; j < first.size(); ++j)
-        first[j] = attention.over_heads == Reduce::max ? std::max(first[j], out.row(h)[j]) : first[j] + out.row(h)[j];
-    if (attention.over_heads == Reduce::mean)
-      for (float& x : first) x /= static_cast<float>(out.heads);
-    if (attention.pool_stage == PoolStage::kv_head) {
-      const Workspace::Frame frame(work);
+    for (std::size_t j = 0; j < first.size(); ++j) {
+      float shared = 0;
+      bad[j] = 0;
+      for (index_t h = 0; h < out.heads; ++h) {
+        const float score = out.row(h)[j];
+        if (detail::is_nan(score))
+          bad[j] = 1;
+        else
+          shared = attention.over_heads == Reduce::max ? std::max(shared, score) : shared + score;
+      }
+      first[j] = attention.over_heads == Reduce::mean ? shared / static_cast<float>(out.heads) : shared;
+    }
+    if (attention.pool_stage == PoolStage::kv_head)
       detail::pool_in_place(
           first.subspan(static_cast<std::size_t>(candidates.first), static_cast<std::size_t>(candidates.size())),
           attention.pool, work.take<float>(out.tokens));
-    }
+    for (std::size_t j = 0; j < first.size(); ++j)
+      if (bad[j] != 0) first[j] = detail::quiet_nan();
     for (index_t h = 1; h < out.heads; ++h) std::copy(first.begin(), first.end(), out.row(h).begin());
   }
 };

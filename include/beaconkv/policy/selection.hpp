@@ -39,6 +39,28 @@ struct SelectionScratch {
   });
 }
 
+/// How many candidates of `head` lie in none of the protected ranges. O(ranges * log L).
+template <CacheReader Cache>
+[[nodiscard]] index_t num_open(const Cache& cache, index_t head, Range candidates, std::span<const Range> ranges) {
+  index_t open = candidates.size();
+  for (const Range& range : ranges) {
+    const index_t first = std::max<index_t>(candidates.first, slot_at_or_behind(cache, head, range.first));
+    const index_t last = std::min<index_t>(candidates.last, slot_at_or_behind(cache, head, range.last));
+    open -= std::max<index_t>(0, last - first);
+  }
+  return open;
+}
+
+/// Empty, or what is wrong with `range` as a successor of ranges that end at `end`.
+[[nodiscard]] inline Status validate_range(const Range& range, std::int64_t end) {
+  if (range.first < 0 || range.last <= range.first)
+    return invalid("range = [", range.first, ", ", range.last, "): must be ascending and not negative");
+  if (range.first < end)
+    return invalid("range = [", range.first, ", ", range.last, "): must begin at or behind ", end,
+                   ", where the one before it ends");
+  return {};
+}
+
 /// Adds one head's set of `keep` slots to `plan`: every slot outside `candidates` or inside a protected range, and the best of
 /// the others. Returns how many tokens protection kept beyond `keep`.
 template <CacheReader Cache>
@@ -87,7 +109,7 @@ inline void reduce_score_rows(ScoreMatrix scores, Reduce how) noexcept {
   const std::span<float> first = scores.row(0);
   for (index_t h = 1; h < scores.heads; ++h)
     for (std::size_t j = 0; j < first.size(); ++j)
-      first[j] = how == Reduce::max ? std::max(first[j], scores.row(h)[j]) : first[j] + scores.row(h)[j];
+      first[j] = how == Reduce::max ? max_or_nan(first[j], scores.row(h)[j]) : first[j] + scores.row(h)[j];
   if (how == Reduce::mean)
     for (float& x : first) x /= static_cast<float>(scores.heads);
 }
