@@ -55,6 +55,21 @@ TEST_CASE("One number that is not finite is seen anywhere in a row") {
   }
 }
 
+TEST_CASE("The larger of two is NaN where one of them is") {
+  for (const std::uint32_t bits : {0x7FC00000U, 0xFFFFFFFFU}) {
+    const float nan = float_of(bits);
+    for (const float other : {0.0F, 1.0F, infinity_float(), -infinity_float(), nan}) {
+      CHECK(detail::is_nan(detail::max_or_nan(nan, other)));
+      CHECK(detail::is_nan(detail::max_or_nan(other, nan)));
+    }
+  }
+  CHECK(detail::max_or_nan(2.0F, -3.0F) == 2.0F);
+  CHECK(detail::max_or_nan(-3.0F, 2.0F) == 2.0F);
+  CHECK(detail::max_or_nan(-3.0F, -3.0F) == -3.0F);
+  CHECK(bits_of(detail::max_or_nan(1.0F, infinity_float())) == infinity_bits);
+  CHECK(detail::max_or_nan(-infinity_float(), -5.0F) == -5.0F);
+}
+
 TEST_CASE("The exponential is as exact as it says, and exactly 0 below -87") {
   std::vector<float> x;
   for (std::uint32_t bits = 0x80000000U; bits < bits_of(-87.0F); bits += 997) x.push_back(float_of(bits));  // from -0 on

@@ -2,6 +2,7 @@
 #include "beaconkv/memory/plane_cache.hpp"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cstring>
 #include <string>
@@ -386,11 +387,11 @@ TEST_CASE("[I3] the pinned prefix is a range within the tokens, and shrinks with
 }
 
 TEST_CASE("[I3] the pinned rows may lie in memory that cannot be written", "[I3]") {
-  constexpr std::size_t page = 4096;
+  const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
   void* const memory = mmap(nullptr, 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   REQUIRE(memory != MAP_FAILED);
   auto* const rows = static_cast<float*>(memory);
-  constexpr index_t pinned = page / (16 * sizeof(float));
+  const auto pinned = static_cast<slot_t>(page / (16 * sizeof(float)));
   auto cache = PlaneCache<float>::head_major(rows, rows, {1, 1, 16}, 2 * pinned);
   cache.append_run(0, 2 * pinned).or_throw();
   cache.set_pinned_prefix(pinned).or_throw();

@@ -54,6 +54,13 @@ concept CacheBuffer = CacheReader<C> && requires(C& cache, index_t head, index_t
 
 namespace detail {
 
+/// Whether all heads of the cache must keep the same tokens. A reader that does not say keeps a set for each.
+template <class Cache>
+[[nodiscard]] constexpr bool keeps_one_set() {
+  if constexpr (requires { Cache::granularity; }) return Cache::granularity != Granularity::per_head;
+  return false;
+}
+
 /// The slot of the first token of `head` at or behind `position`. O(log L).
 template <CacheReader Cache>
 [[nodiscard]] index_t slot_at_or_behind(const Cache& cache, index_t head, position_t position) noexcept {

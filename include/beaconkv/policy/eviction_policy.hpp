@@ -138,10 +138,7 @@ class EvictionPolicy {
   template <CacheReader Cache>
   [[nodiscard]] Result<ScoreReport> score(const Cache& cache, ScoreMatrix out, Workspace& work) const {
     static_assert(Scorer<ScorerT, Cache>);
-    if (Status s = check_cache(cache); !s) return s;
-    if (out.heads != shape_.kv_heads || out.tokens != cache.num_tokens())
-      return detail::invalid("out is [", out.heads, "][", out.tokens, "]: the cache has [", shape_.kv_heads, "][",
-                             cache.num_tokens(), "]");
+    if (Status s = check_scores(cache, out); !s) return s;
     if (Status s = work.require(score_workspace_size(cache.num_tokens())); !s) return s;
     const Workspace::Frame frame(work);
     const index_t rows = observer_.rows();
@@ -158,15 +155,12 @@ class EvictionPolicy {
   template <CacheReader Cache>
   [[nodiscard]] Status select(const Cache& cache, ScoreMatrix scores, Workspace& work, KeepPlan& plan,
                               std::optional<index_t> keep = {}) const {
-    if (Status s = check_cache(cache); !s) return s;
-    if (scores.heads != shape_.kv_heads || scores.tokens != cache.num_tokens())
-      return detail::invalid("scores are [", scores.heads, "][", scores.tokens, "]: the cache has [", shape_.kv_heads, "][",
-                             cache.num_tokens(), "]");
+    if (Status s = check_scores(cache, scores); !s) return s;
     const index_t target = keep.value_or(schedule_.target(state_of(cache)));
     if (target < 0) return detail::invalid("keep = ", target, ": must not be negative");
     if (Status s = work.require(detail::selection_workspace_size(cache.num_tokens())); !s) return s;
 
-    const bool one_set = shares_one_set<Cache>();
+    const bool one_set = detail::keeps_one_set<Cache>();
     if (one_set) detail::reduce_score_rows(scores, shared_reduce_);
     const Range candidates = candidates_of(cache);
     plan.start(cache.epoch(), cache.num_tokens(), candidates);
@@ -189,7 +183,7 @@ class EvictionPolicy {
     const ScheduleState state = state_of(cache);
     const index_t target = schedule_.target(state);
     const Range open = candidates_of(cache);
-    for (index_t h = 0; target < state.tokens && h < (shares_one_set<Cache>() ? 1 : shape_.kv_heads); ++h) {
+    for (index_t h = 0; target < state.tokens && h < (detail::keeps_one_set<Cache>() ? 1 : shape_.kv_heads); ++h) {
       const index_t fixed = state.tokens - detail::num_open(cache, h, open, protection_.ranges);
       if (fixed > target)
         return detail::invalid("the budget keeps ", target, " of ", state.tokens, " tokens, but ", fixed,
@@ -244,13 +238,7 @@ class EvictionPolicy {
     if (Status s = validate(parts.observer, shape); !s) return s;
     if (Status s = parts.scorer.validate(shape); !s) return s;
     const Protection& p = parts.protection;
-    if (p.n_prefix && *p.n_prefix < 0) return detail::invalid("n_prefix = ", *p.n_prefix, ": must not be negative");
-    if (p.n_recent_kv < 0) return detail::invalid("n_recent_kv = ", p.n_recent_kv, ": must not be negative");
-    std::int64_t end = 0;
-    for (const Range& range : p.ranges) {
-      if (Status s = detail::validate_range(range, end); !s) return s;
-      end = range.last;
-    }
+    if (Status s = validate(p); !s) return s;
     if (Status s = parts.schedule.validate(p.n_prefix, p.n_recent_kv); !s) return s;
     if (ObserverT::needs_rope && parts.rope.empty()) return detail::invalid("rope: this policy needs a RopeTable");
     if (!parts.rope.empty() && parts.rope.head_dim() != shape.head_dim)
@@ -262,12 +250,6 @@ class EvictionPolicy {
   static constexpr bool follows_plans = requires(ScorerT scorer, const KeepPlan& plan, const Shape& shape) {
     scorer.commit(plan, shape);
   };
-
-  template <class Cache>
-  [[nodiscard]] static constexpr bool shares_one_set() {
-    if constexpr (requires { Cache::granularity; }) return Cache::granularity != Granularity::per_head;
-    return false;
-  }
 
   struct ObservationMemory {
     std::span<float> queries;
@@ -304,6 +286,14 @@ class EvictionPolicy {
     if (ObserverT::needs_queries && cache.key_dim() != shape_.head_dim)
       return detail::invalid("cache has keys of ", cache.key_dim(), ": shape.head_dim = ", shape_.head_dim);
     return {};
+  }
+
+  template <CacheReader Cache>
+  [[nodiscard]] Status check_scores(const Cache& cache, const ScoreMatrix& scores) const {
+    if (Status s = check_cache(cache); !s) return s;
+    if (scores.heads == shape_.kv_heads && scores.tokens == cache.num_tokens()) return {};
+    return detail::invalid("scores are [", scores.heads, "][", scores.tokens, "]: the cache has [", shape_.kv_heads, "][",
+                           cache.num_tokens(), "]");
   }
 
   template <CacheReader Cache>

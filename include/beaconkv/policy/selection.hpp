@@ -23,6 +23,33 @@ struct Protection {
 
 namespace detail {
 
+/// Empty, or what is wrong with `range` as a successor of ranges that end at `end`.
+[[nodiscard]] inline Status validate_range(const Range& range, std::int64_t end) {
+  if (range.first < 0 || range.last <= range.first)
+    return invalid("range = [", range.first, ", ", range.last, "): must be ascending and not negative");
+  if (range.first < end)
+    return invalid("range = [", range.first, ", ", range.last, "): must begin at or behind ", end,
+                   ", where the one before it ends");
+  return {};
+}
+
+}  // namespace detail
+
+/// Counts that are not negative; ranges ascending and disjoint.
+[[nodiscard]] inline Status validate(const Protection& protection) {
+  if (protection.n_prefix && *protection.n_prefix < 0)
+    return detail::invalid("n_prefix = ", *protection.n_prefix, ": must not be negative");
+  if (protection.n_recent_kv < 0) return detail::invalid("n_recent_kv = ", protection.n_recent_kv, ": must not be negative");
+  std::int64_t end = 0;
+  for (const Range& range : protection.ranges) {
+    if (Status s = detail::validate_range(range, end); !s) return s;
+    end = range.last;
+  }
+  return {};
+}
+
+namespace detail {
+
 /// Scratch of `select_head` over `n` slots.
 struct SelectionScratch {
   SelectionScratch(Workspace& work, index_t n)
@@ -49,16 +76,6 @@ template <CacheReader Cache>
     open -= std::max<index_t>(0, last - first);
   }
   return open;
-}
-
-/// Empty, or what is wrong with `range` as a successor of ranges that end at `end`.
-[[nodiscard]] inline Status validate_range(const Range& range, std::int64_t end) {
-  if (range.first < 0 || range.last <= range.first)
-    return invalid("range = [", range.first, ", ", range.last, "): must be ascending and not negative");
-  if (range.first < end)
-    return invalid("range = [", range.first, ", ", range.last, "): must begin at or behind ", end,
-                   ", where the one before it ends");
-  return {};
 }
 
 /// Adds one head's set of `keep` slots to `plan`: every slot outside `candidates` or inside a protected range, and the best of
