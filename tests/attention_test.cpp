@@ -384,7 +384,10 @@ TEST_CASE("Keys and queries that are not finite: counted, without weight, and wi
   CAPTURE(random.seed());
   const std::uint32_t kinds[] = {0x7FC00000U, 0x7F800000U, 0xFF800000U, 0xFFFFFFFFU};
   for (index_t round = 0; round < 200; ++round) {
-    Case c(random.integer(1, 4), random.integer(1, 9), random.integer(1, 20), random.integer(1, 150), random);
+    const index_t group = random.integer(1, 4);
+    const index_t rows = random.integer(1, 9);
+    const index_t dim = random.integer(1, 20);
+    Case c(group, rows, dim, random.integer(1, 150), random);
     c.options = any_options(random);
     c.options.logit_softcap.reset();
     if (random.coin()) c.see_causally();

@@ -29,7 +29,8 @@ reference::PolicySettings settings_of(const Case& c) {
           .attention = {.over_queries = o.over_queries,
                         .over_heads = o.over_heads,
                         .pool = o.pool,
-                        .scale = o.scale ? static_cast<double>(*o.scale) : 1 / std::sqrt(static_cast<double>(c.plan.shape.head_dim)),
+                        .scale =
+                            o.scale ? static_cast<double>(*o.scale) : 1 / std::sqrt(static_cast<double>(c.plan.shape.head_dim)),
                         .softcap = o.logit_softcap ? static_cast<double>(*o.logit_softcap) : 0},
           .domain = o.softmax_domain,
           .n_prefix = o.n_prefix,
@@ -49,6 +50,25 @@ Case small_case() {
 
 }  // namespace
 
+TEST_CASE("BeaconKV's defaults are those of the paper's text", "[beaconkv]") {
+  const BeaconKVOptions<> o;
+  REQUIRE(o.n_beacon == 16);
+  REQUIRE(o.n_recent_queries == 16);
+  REQUIRE(o.n_recent_kv == 32);
+  REQUIRE_FALSE(o.n_prefix.has_value());
+  REQUIRE_FALSE(o.budget.counts_prefix);
+  REQUIRE(o.over_queries == Reduce::max);
+  REQUIRE(o.over_heads == Reduce::max);
+  REQUIRE(o.softmax_domain == SoftmaxDomain::all_visible);
+  REQUIRE_FALSE(o.pool.active());
+  const BeaconKVOptions<> literal = BeaconKVOptions<>::paper_literal(128, 112);
+  REQUIRE(literal.n_beacon == 16);
+  REQUIRE(literal.n_recent_queries == 16);
+  REQUIRE(literal.n_recent_kv == 16);
+  REQUIRE(literal.budget.max == 128);
+  REQUIRE(literal.budget.lower() == 112);
+}
+
 TEST_CASE("BeaconKV equals the reference over shapes, storage types, layouts and inputs", "[beaconkv]") {
   Random random;
   CAPTURE(random.seed());
@@ -57,7 +77,10 @@ TEST_CASE("BeaconKV equals the reference over shapes, storage types, layouts and
   RunReport total;
   for (index_t i = 0; i < 20; ++i) {
     Case c{.plan = varied_plan(i)};
-    c.options = {.budget = {.max = 56, .min = 40}, .n_beacon = beacons[i % 4], .n_recent_queries = recents[(i / 3) % 4], .n_recent_kv = 4 + i % 20};
+    c.options = {.budget = {.max = 56, .min = 40},
+                 .n_beacon = beacons[i % 4],
+                 .n_recent_queries = recents[(i / 3) % 4],
+                 .n_recent_kv = 4 + i % 20};
     CAPTURE(i, c.plan.shape.query_heads, c.plan.shape.kv_heads, c.plan.shape.head_dim);
     const RunReport r = run(c, i, random);
     REQUIRE(r.evictions >= 3);
@@ -80,7 +103,10 @@ TEST_CASE("BeaconKV equals the reference for every option", "[beaconkv]") {
       {"mean over heads", [](Case& c) { c.options.over_heads = Reduce::mean; }},
       {"mean over both", [](Case& c) { c.options.over_queries = c.options.over_heads = Reduce::mean; }},
       {"softmax over the candidates", [](Case& c) { c.options.softmax_domain = SoftmaxDomain::candidates_only; }},
-      {"average pool", [](Case& c) { c.options.pool = {PoolKind::average, 5}; }},
+      {"average pool",
+       [](Case& c) {
+         c.options.pool = {PoolKind::average, 5};
+       }},
       {"max pool over the candidates",
        [](Case& c) {
          c.options.pool = {PoolKind::max, 3};
@@ -223,15 +249,17 @@ TEST_CASE("a prompt in chunks samples once a chunk, so its beacons may differ fr
 }
 
 TEST_CASE("BeaconKV's cycle is the paper's: freeze, collect, evict, merge", "[beaconkv]") {
-  // Algorithm 1 for periods of at least n_recent: the newest n_recent queries are collected, used at the eviction and merged only
-  // afterwards; the beacons of the eviction stem from everything before them.
+  // Algorithm 1 for periods of at least n_recent: the newest n_recent queries are collected, used at the eviction and merged
+  // only afterwards; the beacons of the eviction stem from everything before them.
   const Shape shape{.query_heads = 2, .kv_heads = 1, .head_dim = 16};
   const RopeCase rope = make_rope(16);
   Random random;
   CAPTURE(random.seed());
   constexpr index_t n_recent = 6;
   constexpr index_t n_beacon = 5;
-  BeaconKV<> policy(shape, {.budget = {.max = 40, .min = 30}, .n_beacon = n_beacon, .n_recent_queries = n_recent, .n_recent_kv = 4}, RopeTable(rope.options));
+  BeaconKV<> policy(shape,
+                    {.budget = {.max = 40, .min = 30}, .n_beacon = n_beacon, .n_recent_queries = n_recent, .n_recent_kv = 4},
+                    RopeTable(rope.options));
   TestCache<> cache(shape, 200);
   Workspace work(policy.workspace_size(200));
   Stream stream(random, shape, rope);
@@ -281,7 +309,8 @@ TEST_CASE("BeaconKV with positions that jump", "[beaconkv]") {
   Random random;
   CAPTURE(random.seed());
   Stream stream(random, c.plan.shape, c.plan.rope);
-  Duo duo(BeaconKV<>(c.plan.shape, c.options, RopeTable(c.plan.rope.options)), TestCache<>(c.plan.shape, 120), settings_of(c), 20);
+  Duo duo(BeaconKV<>(c.plan.shape, c.options, RopeTable(c.plan.rope.options)), TestCache<>(c.plan.shape, 120), settings_of(c),
+          20);
   position_t position = 1000;
   std::vector<Token> prompt;
   for (index_t i = 0; i < 20; ++i) prompt.push_back(stream.next(position++));
@@ -312,7 +341,8 @@ TEST_CASE("BeaconKV far from position 0 decides as near it: only distances count
     }
     for (index_t h = 0; h < 2; ++h) {
       kept[offset > 0].emplace_back();
-      for (index_t s = 0; s < cache.view().num_tokens(); ++s) kept[offset > 0].back().push_back(cache.view().position(h, s) - offset);
+      for (index_t s = 0; s < cache.view().num_tokens(); ++s)
+        kept[offset > 0].back().push_back(cache.view().position(h, s) - offset);
     }
   }
   REQUIRE(kept[0] == kept[1]);
@@ -363,8 +393,18 @@ TEST_CASE("BeaconKV refuses what cannot work, by name and value", "[beaconkv]") 
        {"n_prefix = 50", "n_recent_kv = 8", "budget.min = 56"}},
       {"min above max", shape, with([](auto& o) { o.budget.min = 65; }), {"budget.min = 65", "budget.max = 64"}},
       {"sum over heads", shape, with([](auto& o) { o.over_heads = Reduce::sum; }), {"over_heads = sum"}},
-      {"even pool", shape, with([](auto& o) { o.pool = {PoolKind::max, 4}; }), {"pool.kernel = 4"}},
-      {"negative pool", shape, with([](auto& o) { o.pool = {PoolKind::max, -3}; }), {"pool.kernel = -3"}},
+      {"even pool",
+       shape,
+       with([](auto& o) {
+         o.pool = {PoolKind::max, 4};
+       }),
+       {"pool.kernel = 4"}},
+      {"negative pool",
+       shape,
+       with([](auto& o) {
+         o.pool = {PoolKind::max, -3};
+       }),
+       {"pool.kernel = -3"}},
       {"scale of 0", shape, with([](auto& o) { o.scale = 0.0F; }), {"scale = 0"}},
       {"scale NaN", shape, with([](auto& o) { o.scale = std::nanf(""); }), {"scale = nan"}},
       {"negative softcap", shape, with([](auto& o) { o.logit_softcap = -2.0F; }), {"logit_softcap = -2"}},

@@ -22,7 +22,8 @@ struct GivenScores {
 
   [[nodiscard]] Status validate(const Shape&) const { return {}; }
   template <CacheReader Cache>
-  [[nodiscard]] Result<ScoreReport> score(const Cache&, const Observations&, Range candidates, ScoreMatrix out, Workspace&) const {
+  [[nodiscard]] Result<ScoreReport> score(const Cache&, const Observations&, Range candidates, ScoreMatrix out,
+                                          Workspace&) const {
     ScoreReport report;
     for (index_t h = 0; h < out.heads; ++h)
       for (index_t j = candidates.first; j < candidates.last; ++j) {
@@ -106,10 +107,14 @@ TEST_CASE("[A4] a cache under a budget does not grow while decoding", "[A4]") {
     REQUIRE(policy.next_position() == 150);
   };
   const FixedBudget fixed{.max = 40, .min = 32, .counts_prefix = true};
-  run("SnapKV", SnapKV<>(small_shape, {.budget = {.tokens = 32, .interval = 8}, .n_recent_queries = 8, .n_recent_kv = 8}, small_rope()));
-  run("BeaconKV", BeaconKV<>(small_shape, {.budget = fixed, .n_beacon = 4, .n_recent_queries = 4, .n_recent_kv = 8, .n_prefix = 0}, small_rope()));
+  run("SnapKV",
+      SnapKV<>(small_shape, {.budget = {.tokens = 32, .interval = 8}, .n_recent_queries = 8, .n_recent_kv = 8}, small_rope()));
+  run("BeaconKV",
+      BeaconKV<>(small_shape, {.budget = fixed, .n_beacon = 4, .n_recent_queries = 4, .n_recent_kv = 8, .n_prefix = 0},
+                 small_rope()));
   run("RecentWindow", RecentWindow<>(small_shape, {.budget = fixed, .n_prefix = 2}));
-  run("RPC", RPC<AttentionScorer, FixedBudget>(small_shape, {.budget = fixed, .n_recent_queries = 8, .n_recent_kv = 8, .n_prefix = 0}, small_rope()));
+  run("RPC", RPC<AttentionScorer, FixedBudget>(
+                 small_shape, {.budget = fixed, .n_recent_queries = 8, .n_recent_kv = 8, .n_prefix = 0}, small_rope()));
   run("RKV", require_value(RKV<RKVScorer, FixedBudget>::make(small_shape, {.budget = fixed, .n_prefix = 0}, small_rope())));
 }
 
@@ -218,10 +223,12 @@ TEST_CASE("[A13] a window longer than the sequence", "[A13]") {
   require_ok(wide.plan_free(cache.view(), 3, work, plan));  // nothing is free to go
   REQUIRE(plan.keeps_all());
   REQUIRE(plan.shortfall() == 3);
-  check_invalid(SnapKV<>::make(small_shape, {.budget = {.tokens = 8}, .n_recent_queries = 64, .n_recent_kv = 64}, small_rope()).status(),
-                {"n_recent_kv = 64", "budget.tokens = 8"});
+  check_invalid(
+      SnapKV<>::make(small_shape, {.budget = {.tokens = 8}, .n_recent_queries = 64, .n_recent_kv = 64}, small_rope()).status(),
+      {"n_recent_kv = 64", "budget.tokens = 8"});
   // 5 tokens, a window of 5, a budget of 5: a window that leaves no choice is refused; without one it is a no-op.
-  check_invalid(SnapKV<>::make(small_shape, {.budget = {.tokens = 5}, .n_recent_kv = 5}, small_rope()).status(), {"n_recent_kv = 5", "budget.tokens = 5"});
+  check_invalid(SnapKV<>::make(small_shape, {.budget = {.tokens = 5}, .n_recent_kv = 5}, small_rope()).status(),
+                {"n_recent_kv = 5", "budget.tokens = 5"});
   RecentWindow<> whole(small_shape, {.budget = {.max = 5, .min = 5}, .n_prefix = 0});
   TestCache<> five(small_shape, 8);
   fill_blank(whole, five, small_shape, 5);
@@ -257,7 +264,8 @@ TEST_CASE("[B1] positions go on, whatever is retained: any policy, 300 tokens, a
     REQUIRE(cache.view().next_position() == 300);
     for (index_t h = 0; h < 2; ++h) {
       const std::vector<position_t> positions = positions_of(cache, h);
-      REQUIRE(std::adjacent_find(positions.begin(), positions.end(), [](position_t a, position_t b) { return a >= b; }) == positions.end());
+      REQUIRE(std::adjacent_find(positions.begin(), positions.end(), [](position_t a, position_t b) { return a >= b; }) ==
+              positions.end());
       REQUIRE(positions.back() == 299);
     }
     feed(policy, cache, stream, 1);
@@ -303,8 +311,9 @@ TEST_CASE("[B3] the first decoded token of a 9-token prompt is at position 9, in
 TEST_CASE("[B4] [B5] a plan speaks of slots before the eviction, and maps them to those behind it", "[B4][B5]") {
   const Shape shape{1, 1, 1};
   // 10 tokens of which 2 to 5 score lowest.
-  Given policy = require_value(Given::make(
-      shape, {.scorer = {{{9, 9, 1, 1, 1, 1, 9, 9, 9, 9}}}, .schedule = {.max = 7, .min = 6}, .protection = {.n_prefix = 0, .n_recent_kv = 1}}));
+  Given policy = require_value(Given::make(shape, {.scorer = {{{9, 9, 1, 1, 1, 1, 9, 9, 9, 9}}},
+                                                   .schedule = {.max = 7, .min = 6},
+                                                   .protection = {.n_prefix = 0, .n_recent_kv = 1}}));
   TestCache<> cache(shape, 12);
   for (position_t p = 0; p < 10; ++p) {
     cache.append({p, {}, {}, {static_cast<float>(100 + p)}, {0}});
@@ -345,7 +354,8 @@ TEST_CASE("[D1] [D3] NaN scores go first and are reported, and the order of the 
   const Shape shape{1, 1, 1};
   const auto order_of = [&](const std::vector<float>& scores) {
     const auto n = static_cast<index_t>(scores.size());
-    Given policy = require_value(Given::make(shape, {.scorer = {{scores}}, .schedule = {.max = 100}, .protection = {.n_prefix = 0}}));
+    Given policy =
+        require_value(Given::make(shape, {.scorer = {{scores}}, .schedule = {.max = 100}, .protection = {.n_prefix = 0}}));
     TestCache<> cache(shape, n);
     fill_blank(policy, cache, shape, n);
     Workspace work(policy.workspace_size(n));
@@ -355,7 +365,8 @@ TEST_CASE("[D1] [D3] NaN scores go first and are reported, and the order of the 
     for (index_t count = 1; count < n; ++count) {
       require_ok(policy.plan_free(cache.view(), count, work, plan));
       for (slot_t s = 0; s < static_cast<slot_t>(n); ++s)
-        if (!std::binary_search(plan.kept(0).begin(), plan.kept(0).end(), s) && std::find(worst_first.begin(), worst_first.end(), s) == worst_first.end())
+        if (!std::binary_search(plan.kept(0).begin(), plan.kept(0).end(), s) &&
+            std::find(worst_first.begin(), worst_first.end(), s) == worst_first.end())
           worst_first.push_back(s);
       REQUIRE(plan.num_non_finite() == std::count_if(scores.begin(), scores.end(), [](float x) { return std::isnan(x); }));
     }
@@ -373,7 +384,8 @@ TEST_CASE("[E2] memory that keeps one set for all heads goes by all of them", "[
   const Shape shape{.query_heads = 2, .kv_heads = 2, .head_dim = 1};
   const GivenScores scores{{{9, 0, 0, 1}, {0, 8, 8, 0}}};
   const auto kept_in = [&](auto cache) {
-    Given policy = require_value(Given::make(shape, {.scorer = scores, .schedule = {.max = 3, .min = 2}, .protection = {.n_prefix = 0}}));
+    Given policy =
+        require_value(Given::make(shape, {.scorer = scores, .schedule = {.max = 3, .min = 2}, .protection = {.n_prefix = 0}}));
     fill_blank(policy, cache, shape, 4);
     Workspace work(policy.workspace_size(4));
     KeepPlan plan;
@@ -388,7 +400,8 @@ TEST_CASE("[E2] memory that keeps one set for all heads goes by all of them", "[
   REQUIRE(each.second == std::vector<slot_t>{1, 2});
 }
 
-TEST_CASE("[E3] [E11] heads that keep different numbers are refused by memory that cannot hold them, without filler keys", "[E3][E11]") {
+TEST_CASE("[E3] [E11] heads that keep different numbers are refused by memory that cannot hold them, without filler keys",
+          "[E3][E11]") {
   Random random;
   CAPTURE(random.seed());
   TestCache<float16> cache(small_shape, 8);
@@ -414,7 +427,8 @@ TEST_CASE("[E3] [E11] heads that keep different numbers are refused by memory th
   for (index_t s = 0; s < 4; ++s) REQUIRE(cache.key(1, s) == keys[at(cache.view().position(1, s))]);
 }
 
-TEST_CASE("[E6] an eviction comes behind the prompt's own attention: observing and planning touch no key and no value", "[E6]") {
+TEST_CASE("[E6] an eviction comes behind the prompt's own attention: observing and planning touch no key and no value",
+          "[E6]") {
   Random random;
   CAPTURE(random.seed());
   for_each_policy([&](const char* name, auto policy) {
@@ -451,7 +465,8 @@ TEST_CASE("[E12] a protected range survives two compactions under every policy",
     for (int compactions = 0; compactions < 2; ++compactions) {
       for (index_t i = 0; i < (compactions == 0 ? 40 : 20); ++i) {
         Token token = stream.next(policy.next_position());
-        if (token.position >= 10 && token.position < 20) std::fill(token.keys.begin(), token.keys.end(), 0.0F);  // of little interest to anyone
+        if (token.position >= 10 && token.position < 20)
+          std::fill(token.keys.begin(), token.keys.end(), 0.0F);  // of little interest to anyone
         feed(policy, cache, token);
       }
       require_value(evict(policy, cache.view(), work));

@@ -176,7 +176,8 @@ TEST_CASE("Zero keys are like nothing, and keys that are not finite count as zer
   CAPTURE(random.seed());
   const std::uint32_t kinds[] = {0x7FC00000U, 0x7F800000U, 0xFF800000U, 0xFFFFFFFFU};
   for (index_t round = 0; round < 30; ++round) {
-    Keys keys = any_keys(random.integer(1, 140), random.integer(1, 20), random);
+    const index_t count = random.integer(1, 140);
+    Keys keys = any_keys(count, random.integer(1, 20), random);
     const RedundancyOptions options{.threshold = safe_threshold(keys, 0.5), .spare_column_zero = random.coin()};
     Keys zeroed = keys;
     for (const slot_t i : random.subset(random.integer(0, keys.count), keys.count)) {

@@ -34,7 +34,10 @@ struct Engine {
   bool failed = false;
 
   Engine(const PolicyT& p, const Shape& shape, index_t capacity)
-      : policy(p), cache(shape, capacity), work(policy.workspace_size(capacity)), rows(Random(3).normals(64 * shape.query_heads * shape.head_dim)) {}
+      : policy(p),
+        cache(shape, capacity),
+        work(policy.workspace_size(capacity)),
+        rows(Random(3).normals(64 * shape.query_heads * shape.head_dim)) {}
 
   /// A prompt, then `tokens` decoded ones with an eviction where it is due. `sabotage` allocates once in the middle.
   void run(const Shape& shape, index_t prompt, index_t tokens, bool sabotage) {
@@ -47,7 +50,8 @@ struct Engine {
       failed = failed || !cache.append(row, row, position).ok();
     };
     for (; position < prompt; ++position) append();
-    failed = failed || !policy.prefill(QueryView::token_major(rows.data(), prompt, shape.query_heads, shape.head_dim), work).ok();
+    failed =
+        failed || !policy.prefill(QueryView::token_major(rows.data(), prompt, shape.query_heads, shape.head_dim), work).ok();
     evict_if_due();
     for (; position < prompt + tokens; ++position) {
       append();
@@ -95,14 +99,16 @@ TEST_CASE("the counter notices one allocation in a run, by operator new and by m
 
 TEST_CASE("400 decoded tokens allocate nothing, under any policy and storage", "[allocation]") {
   for_each_policy([](const char* name, auto policy) {
-    if (std::string_view(name) == "RKV, published order") return;  // says that it keeps the order beside the cache, allocated at commits
+    if (std::string_view(name) == "RKV, published order")
+      return;  // says that it keeps the order beside the cache, allocated at commits
     INFO(name);
     check_all_storage(policy);
   });
 }
 
 TEST_CASE("RPC as published, whose cache grows, allocates nothing", "[allocation]") {
-  const RPC<> policy(small_shape, {.budget = {.period = 16, .ratio = 16}, .n_recent_queries = 4, .n_recent_kv = 4}, small_rope());
+  const RPC<> policy(small_shape, {.budget = {.period = 16, .ratio = 16}, .n_recent_queries = 4, .n_recent_kv = 4},
+                     small_rope());
   Engine<RPC<>, OwningCache<float>> engine(policy, small_shape, 120);
   REQUIRE(allocations_of([&] { engine.run(small_shape, 40, 400, false); }) == 0);
   REQUIRE_FALSE(engine.failed);

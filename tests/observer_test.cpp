@@ -23,8 +23,8 @@ constexpr Shape shape{.query_heads = 3, .kv_heads = 1, .head_dim = 12};
 
 /// What an observer shows a scorer.
 struct Shown {
-  std::vector<std::vector<reference::Row>> rows;        ///< [query head][row]
-  std::vector<std::vector<position_t>> positions;       ///< [query head][row]
+  std::vector<std::vector<reference::Row>> rows;   ///< [query head][row]
+  std::vector<std::vector<position_t>> positions;  ///< [query head][row]
 };
 
 template <class ObserverT>
@@ -58,8 +58,12 @@ struct Sequence {
   index_t tokens;
 
   Sequence(Random& random, index_t n) : numbers(random.normals(n * 36)), tokens(n) {}
-  [[nodiscard]] QueryView view(index_t first, index_t count) const { return QueryView::token_major(numbers.data() + first * 36, count, 3, 12); }
-  [[nodiscard]] reference::Row row(index_t token, index_t head) const { return reference::row_of(numbers.data() + token * 36 + head * 12, 12); }
+  [[nodiscard]] QueryView view(index_t first, index_t count) const {
+    return QueryView::token_major(numbers.data() + first * 36, count, 3, 12);
+  }
+  [[nodiscard]] reference::Row row(index_t token, index_t head) const {
+    return reference::row_of(numbers.data() + token * 36 + head * 12, 12);
+  }
 };
 
 }  // namespace
@@ -170,7 +174,8 @@ TEST_CASE("a view of queries may have any strides", "[observer]") {
         head_major[at((h * 5 + t) * 12 + d)] = x;
         padded[at(t * 100 + 7 + h * 20 + d)] = x;
       }
-  const QueryView views[] = {sequence.view(0, 5), QueryView::head_major(head_major.data(), 5, 3, 12), {padded.data() + 7, 5, 3, 12, 100, 20}};
+  const QueryView views[] = {
+      sequence.view(0, 5), QueryView::head_major(head_major.data(), 5, 3, 12), {padded.data() + 7, 5, 3, 12, 100, 20}};
   for (const QueryView& view : views) {
     RecentQueries observer(shape, {.count = 5});
     Workspace work(WorkspaceSize{});

@@ -19,7 +19,8 @@ struct UnusualKeys {
 
   [[nodiscard]] Status validate(const Shape&) const { return {}; }
   template <CacheReader Cache>
-  [[nodiscard]] Result<ScoreReport> score(const Cache& cache, const Observations&, Range candidates, ScoreMatrix out, Workspace& work) const {
+  [[nodiscard]] Result<ScoreReport> score(const Cache& cache, const Observations&, Range candidates, ScoreMatrix out,
+                                          Workspace& work) const {
     const Workspace::Frame frame(work);
     const std::span<float> mean = work.take<float>(cache.key_dim());
     const std::span<float> scratch = work.take<float>(cache.key_dim());
@@ -32,7 +33,9 @@ struct UnusualKeys {
     return ScoreReport{};
   }
   [[nodiscard]] WorkspaceSize workspace_size(const Shape& shape, index_t, index_t) const {
-    return {2 * ((static_cast<std::size_t>(shape.head_dim) * sizeof(float) + Workspace::alignment - 1) / Workspace::alignment * Workspace::alignment), 0, 0};
+    return {2 * ((static_cast<std::size_t>(shape.head_dim) * sizeof(float) + Workspace::alignment - 1) / Workspace::alignment *
+                 Workspace::alignment),
+            0, 0};
   }
 
  private:
@@ -56,7 +59,8 @@ struct NewestQuery {
     return {};
   }
   template <CacheReader Cache>
-  [[nodiscard]] Result<ScoreReport> score(const Cache& cache, const Observations& seen, Range candidates, ScoreMatrix out, Workspace& work) const {
+  [[nodiscard]] Result<ScoreReport> score(const Cache& cache, const Observations& seen, Range candidates, ScoreMatrix out,
+                                          Workspace& work) const {
     if (seen.rows == 0) return Status(StatusCode::out_of_order, "no query was observed yet");
     const Workspace::Frame frame(work);
     const std::span<float> scratch = work.take<float>(seen.dim);
@@ -70,7 +74,9 @@ struct NewestQuery {
       }
     return ScoreReport{.num_non_finite = 3};
   }
-  [[nodiscard]] WorkspaceSize workspace_size(const Shape& shape, index_t, index_t) const { return {static_cast<std::size_t>(shape.head_dim) * 4 + 64, 0, 0}; }
+  [[nodiscard]] WorkspaceSize workspace_size(const Shape& shape, index_t, index_t) const {
+    return {static_cast<std::size_t>(shape.head_dim) * 4 + 64, 0, 0};
+  }
 };
 
 /// H2O: scores add up over evictions; the sums follow the plan.
@@ -80,11 +86,13 @@ struct Accumulating {
 
   [[nodiscard]] Status validate(const Shape&) const { return {}; }
   template <CacheReader Cache>
-  [[nodiscard]] Result<ScoreReport> score(const Cache&, const Observations&, Range candidates, ScoreMatrix out, Workspace&) const {
+  [[nodiscard]] Result<ScoreReport> score(const Cache&, const Observations&, Range candidates, ScoreMatrix out,
+                                          Workspace&) const {
     for (index_t h = 0; h < out.heads; ++h)
       for (index_t j = candidates.first; j < candidates.last; ++j) {
         const bool known = !sums.empty() && j < static_cast<index_t>(sums[static_cast<std::size_t>(h)].size());
-        out.row(h)[static_cast<std::size_t>(j)] = 1 + (known ? sums[static_cast<std::size_t>(h)][static_cast<std::size_t>(j)] : 0.0F);
+        out.row(h)[static_cast<std::size_t>(j)] =
+            1 + (known ? sums[static_cast<std::size_t>(h)][static_cast<std::size_t>(j)] : 0.0F);
       }
     return ScoreReport{};
   }
@@ -107,7 +115,8 @@ class EveryThird {
   static constexpr bool needs_queries = true;
   static constexpr bool needs_rope = false;
 
-  EveryThird(const Shape& shape, const Options& options) : shape_(shape), seen_(options.first), row_(static_cast<std::size_t>(shape.query_heads * shape.head_dim)) {}
+  EveryThird(const Shape& shape, const Options& options)
+      : shape_(shape), seen_(options.first), row_(static_cast<std::size_t>(shape.query_heads * shape.head_dim)) {}
   [[nodiscard]] friend Status validate(const Options& options, const Shape&) {
     return options.first < 0 ? Status(StatusCode::invalid_argument, "first = -1") : Status();
   }
@@ -185,18 +194,33 @@ TEST_CASE("one scorer of twenty lines works in all five policies", "[own]") {
     const std::vector<slot_t> kept = kept_by_unusual_keys(policy, -1);
     REQUIRE(static_cast<index_t>(kept.size()) == small_budget);
     for (slot_t s = 0; s < 2; ++s) REQUIRE(std::binary_search(kept.begin(), kept.end(), s));
-    for (slot_t s = 0; s < static_cast<slot_t>(window); ++s) REQUIRE(std::binary_search(kept.begin(), kept.end(), static_cast<slot_t>(39 - s)));
+    for (slot_t s = 0; s < static_cast<slot_t>(window); ++s)
+      REQUIRE(std::binary_search(kept.begin(), kept.end(), static_cast<slot_t>(39 - s)));
   };
   const FixedBudget budget{.max = small_budget + 8, .min = small_budget, .counts_prefix = true};
   check("RecentWindow", require_value(RecentWindow<UnusualKeys>::make(small_shape, {.budget = budget, .n_prefix = 2})), 0);
-  check("SnapKV", require_value(SnapKV<UnusualKeys>::make(small_shape, {.budget = {.tokens = small_budget}, .n_recent_kv = 4, .n_prefix = 2}, small_rope(), UnusualKeys{})), 4);
-  check("RPC", require_value(RPC<UnusualKeys, FixedBudget>::make(small_shape, {.budget = budget, .n_recent_kv = 4, .n_prefix = 2}, small_rope(), UnusualKeys{})), 4);
-  check("RKV", require_value(RKV<UnusualKeys>::make(small_shape, {.budget = {.tokens = small_budget}, .n_recent_kv = 4, .n_prefix = 2}, small_rope(), UnusualKeys{})), 4);
-  check("BeaconKV", require_value(BeaconKV<UnusualKeys>::make(small_shape, {.budget = budget, .n_recent_kv = 4, .n_prefix = 2}, small_rope(), UnusualKeys{})), 4);
+  check("SnapKV",
+        require_value(SnapKV<UnusualKeys>::make(
+            small_shape, {.budget = {.tokens = small_budget}, .n_recent_kv = 4, .n_prefix = 2}, small_rope(), UnusualKeys{})),
+        4);
+  check("RPC",
+        require_value(RPC<UnusualKeys, FixedBudget>::make(small_shape, {.budget = budget, .n_recent_kv = 4, .n_prefix = 2},
+                                                          small_rope(), UnusualKeys{})),
+        4);
+  check("RKV",
+        require_value(RKV<UnusualKeys>::make(small_shape, {.budget = {.tokens = small_budget}, .n_recent_kv = 4, .n_prefix = 2},
+                                             small_rope(), UnusualKeys{})),
+        4);
+  check("BeaconKV",
+        require_value(BeaconKV<UnusualKeys>::make(small_shape, {.budget = budget, .n_recent_kv = 4, .n_prefix = 2},
+                                                  small_rope(), UnusualKeys{})),
+        4);
   // The constructor of RecentWindow takes one, too.
   const RecentWindow<UnusualKeys> usual(small_shape, {.budget = budget, .n_prefix = 2}, UnusualKeys{.sign = 1});
   const std::vector<slot_t> usual_keys = kept_by_unusual_keys(usual, 1);
-  REQUIRE(usual_keys != kept_by_unusual_keys(require_value(RecentWindow<UnusualKeys>::make(small_shape, {.budget = budget, .n_prefix = 2})), -1));
+  REQUIRE(
+      usual_keys !=
+      kept_by_unusual_keys(require_value(RecentWindow<UnusualKeys>::make(small_shape, {.budget = budget, .n_prefix = 2})), -1));
 }
 
 TEST_CASE("a scorer of one's own sees what the policy's observer holds", "[own]") {
@@ -215,11 +239,18 @@ TEST_CASE("a scorer of one's own sees what the policy's observer holds", "[own]"
     const reference::Row query = reference::row_of(last.rotated.data(), 16);
     for (index_t h = 0; h < 2; ++h)
       for (index_t j = 2; j < 36; ++j)
-        REQUIRE_THAT(static_cast<double>(flat[at(h * 40 + j)]), Catch::Matchers::WithinAbs(reference::dot(query, cache.key(h, j)), 1e-4));
+        REQUIRE_THAT(static_cast<double>(flat[at(h * 40 + j)]),
+                     Catch::Matchers::WithinAbs(reference::dot(query, cache.key(h, j)), 1e-4));
     REQUIRE(require_value(evict(policy, cache.view(), work)).num_non_finite == 3);
   };
-  check(require_value(SnapKV<NewestQuery>::make(small_shape, {.budget = {.tokens = small_budget}, .n_recent_queries = 7, .n_recent_kv = 4, .n_prefix = 2}, small_rope(), NewestQuery{})), 7);
-  check(require_value(BeaconKV<NewestQuery>::make(small_shape, {.budget = {.max = 24}, .n_beacon = 5, .n_recent_queries = 6, .n_recent_kv = 4, .n_prefix = 2}, small_rope(), NewestQuery{})), 11);
+  check(require_value(SnapKV<NewestQuery>::make(
+            small_shape, {.budget = {.tokens = small_budget}, .n_recent_queries = 7, .n_recent_kv = 4, .n_prefix = 2},
+            small_rope(), NewestQuery{})),
+        7);
+  check(require_value(BeaconKV<NewestQuery>::make(
+            small_shape, {.budget = {.max = 24}, .n_beacon = 5, .n_recent_queries = 6, .n_recent_kv = 4, .n_prefix = 2},
+            small_rope(), NewestQuery{})),
+        11);
 }
 
 TEST_CASE("what a scorer of one's own refuses reaches the caller, and nothing changes", "[own]") {
@@ -239,7 +270,8 @@ TEST_CASE("what a scorer of one's own refuses reaches the caller, and nothing ch
 
 TEST_CASE("[E9] a scorer's own sums follow the plans, and the newest tokens are kept all the same", "[own]") {
   using Heavy = EvictionPolicy<NoQueries, Accumulating, FixedBudget>;
-  Heavy policy = require_value(Heavy::make(small_shape, {.schedule = {.max = 7, .min = 6, .counts_prefix = true}, .protection = {.n_prefix = 0, .n_recent_kv = 2}}));
+  Heavy policy = require_value(Heavy::make(
+      small_shape, {.schedule = {.max = 7, .min = 6, .counts_prefix = true}, .protection = {.n_prefix = 0, .n_recent_kv = 2}}));
   TestCache<> cache(small_shape, 16);
   Workspace work(policy.workspace_size(16));
   for (position_t p = 0; p < 20; ++p) {
@@ -263,7 +295,8 @@ TEST_CASE("an observer and a schedule of one's own", "[own]") {
   using Own = EvictionPolicy<EveryThird, AttentionScorer, OddOneOut>;
   check_invalid(Own::make(small_shape, {.observer = {.first = -1}}).status(), {"first = -1"});
   check_invalid(Own::make(small_shape, {.schedule = {.least = 0}}).status(), {"least = 0"});
-  Own policy = require_value(Own::make(small_shape, {.schedule = {.least = 9}, .protection = {.n_prefix = 1, .n_recent_kv = 2}}));
+  Own policy =
+      require_value(Own::make(small_shape, {.schedule = {.least = 9}, .protection = {.n_prefix = 1, .n_recent_kv = 2}}));
   Random random;
   CAPTURE(random.seed());
   Stream stream = small_stream(random);

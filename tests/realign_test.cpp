@@ -76,11 +76,13 @@ void compare_moves(Random& random, Layout layout, const RopeCase& rope_case) {
         REQUIRE(cache.key(h, s) == before.key(h, s));
         continue;
       }
-      const reference::Row want = reference::rotated(before.key(h, s), delta, rope_case.reference.frequencies, rope_case.reference.layout);
+      const reference::Row want =
+          reference::rotated(before.key(h, s), delta, rope_case.reference.frequencies, rope_case.reference.layout);
       const reference::Row got = cache.key(h, s);
       for (std::size_t d = 0; d < want.size(); ++d)
         REQUIRE_THAT(got[d], Catch::Matchers::WithinAbs(want[d], 2 * rounding<K> * largest(want)));
-      for (std::size_t d = 2 * rope_case.reference.frequencies.size(); d < want.size(); ++d) REQUIRE(got[d] == before.key(h, s)[d]);
+      for (std::size_t d = 2 * rope_case.reference.frequencies.size(); d < want.size(); ++d)
+        REQUIRE(got[d] == before.key(h, s)[d]);
     }
 }
 
@@ -133,7 +135,10 @@ TEST_CASE("[B2] positions within the cache: every key behind a gap moves, the ne
     std::vector<position_t> deltas;
   };
   const Example examples[] = {
-      {{.budget = {.max = 7, .min = 7, .counts_prefix = true}, .n_prefix = 4}, 9, {0, 1, 2, 3, 6, 7, 8}, {0, 0, 0, 0, -2, -2, -2}},
+      {{.budget = {.max = 7, .min = 7, .counts_prefix = true}, .n_prefix = 4},
+       9,
+       {0, 1, 2, 3, 6, 7, 8},
+       {0, 0, 0, 0, -2, -2, -2}},
       {{.budget = {.max = 4, .min = 4, .counts_prefix = true}, .n_prefix = 1}, 10, {0, 7, 8, 9}, {0, -6, -6, -6}},
   };
   for (const Example& e : examples) {
@@ -178,7 +183,8 @@ TEST_CASE("[C7] a hundred steps as one move lose what one rounding loses", "[rea
   Workspace work(realign_workspace_size(24));
   const std::vector<position_t> far(8, 1000);
   require_ok(realign_keys(one.view(), 0, far, std::vector<position_t>(8, 900), rope, work));
-  for (position_t p = 1000; p > 900; --p) require_ok(realign_keys(many.view(), 0, std::vector<position_t>(8, p), std::vector<position_t>(8, p - 1), rope, work));
+  for (position_t p = 1000; p > 900; --p)
+    require_ok(realign_keys(many.view(), 0, std::vector<position_t>(8, p), std::vector<position_t>(8, p - 1), rope, work));
   double worst_one = 0;
   double worst_many = 0;
   for (index_t s = 0; s < 8; ++s) {
@@ -204,8 +210,10 @@ TEST_CASE("[C6] a move over 127,000 positions is as exact as the storage", "[rea
   Workspace work(realign_workspace_size(64));
   require_ok(realign_keys(cache.view(), 0, std::vector<position_t>(8, 131071), std::vector<position_t>(8, 4096), rope, work));
   for (index_t s = 0; s < 8; ++s) {
-    const reference::Row want = reference::rotated(before.key(0, s), 4096 - 131071, rope_case.reference.frequencies, RopeLayout::half);
-    for (std::size_t d = 0; d < 64; ++d) REQUIRE_THAT(cache.key(0, s)[d], Catch::Matchers::WithinAbs(want[d], 1e-6 * largest(want)));
+    const reference::Row want =
+        reference::rotated(before.key(0, s), 4096 - 131071, rope_case.reference.frequencies, RopeLayout::half);
+    for (std::size_t d = 0; d < 64; ++d)
+      REQUIRE_THAT(cache.key(0, s)[d], Catch::Matchers::WithinAbs(want[d], 1e-6 * largest(want)));
   }
 }
 
@@ -227,7 +235,8 @@ TEST_CASE("realign_keys refuses what does not fit, before a key is changed", "[r
   check_invalid(realign_keys(cache.view(), 0, from, to, RopeTable({.head_dim = 16}), work), {"rope.head_dim = 16", "24"});
   check_error(realign_keys(cache.view(), 0, from, to, rope, small), StatusCode::workspace_too_small, {"workspace has"});
   REQUIRE(cache.state() == before);
-  const std::int64_t allocations = allocations_of([&] { static_cast<void>(realign_keys(cache.view(), 0, from, to, rope, work)); });
+  const std::int64_t allocations =
+      allocations_of([&] { static_cast<void>(realign_keys(cache.view(), 0, from, to, rope, work)); });
   REQUIRE(allocations == 0);
   REQUIRE_FALSE(cache.state() == before);
 }

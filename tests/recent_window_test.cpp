@@ -29,7 +29,8 @@ struct Line {
   Workspace work;
   position_t next = 0;
 
-  explicit Line(const RecentWindow<>& p, index_t capacity = 64) : policy(p), cache(shape, capacity), work(p.workspace_size(capacity)) {}
+  explicit Line(const RecentWindow<>& p, index_t capacity = 64)
+      : policy(p), cache(shape, capacity), work(p.workspace_size(capacity)) {}
 
   void append(index_t tokens) {
     for (index_t i = 0; i < tokens; ++i) {
@@ -251,11 +252,14 @@ TEST_CASE("[A6] [A13] RecentWindow refuses what cannot work, by name and value",
   const Bad cases[] = {
       {"no budget", {}, {"budget.max = 0"}},
       {"negative budget", {.budget = {.max = -3}}, {"budget.max = -3"}},
-      {"sinks as large as the budget", {.budget = {.max = 4, .min = 4, .counts_prefix = true}, .n_prefix = 4}, {"n_prefix = 4", "budget.min = 4"}},
+      {"sinks as large as the budget",
+       {.budget = {.max = 4, .min = 4, .counts_prefix = true}, .n_prefix = 4},
+       {"n_prefix = 4", "budget.min = 4"}},
       {"negative sinks", {.budget = {.max = 4}, .n_prefix = -1}, {"n_prefix = -1"}},
   };
   for (const Bad& bad : cases)
-    require_refused_options<RecentWindow<>>(bad.what, shape, bad.options, RecencyScorer{}, StatusCode::invalid_argument, bad.parts);
+    require_refused_options<RecentWindow<>>(bad.what, shape, bad.options, RecencyScorer{}, StatusCode::invalid_argument,
+                                            bad.parts);
   REQUIRE(RecentWindow<>::make(shape, {.budget = {.max = 5, .min = 5}, .n_prefix = 0}).ok());
 }
 
@@ -264,6 +268,7 @@ TEST_CASE("a prompt that alone exceeds a budget counting it is refused at the pl
   line.prompt(12);
   const auto before = line.cache.state();
   REQUIRE(line.policy.due(line.cache.view()));
-  check_error(evict(line.policy, line.cache.view(), line.work).status(), StatusCode::invalid_argument, {"8", "12", "protected", "prefix 12"});
+  check_error(evict(line.policy, line.cache.view(), line.work).status(), StatusCode::invalid_argument,
+              {"8", "12", "protected", "prefix 12"});
   REQUIRE(line.cache.state() == before);
 }

@@ -24,10 +24,11 @@ struct Case {
 reference::PolicySettings settings_of(const Case& c) {
   const RKVOptions<>& o = c.options;
   const reference::Schedule schedule = reference::interval_budget(o.budget.tokens, o.budget.interval);
-  reference::Redundancy redundancy{.lambda = static_cast<double>(o.lambda),
-                                   .threshold = static_cast<double>(o.redundancy.threshold),
-                                   .spare = o.redundancy.spare_column_zero ? reference::Spare::last_or_zero : reference::Spare::last_or_none,
-                                   .ratio = static_cast<double>(o.redundancy.ratio)};
+  reference::Redundancy redundancy{
+      .lambda = static_cast<double>(o.lambda),
+      .threshold = static_cast<double>(o.redundancy.threshold),
+      .spare = o.redundancy.spare_column_zero ? reference::Spare::last_or_zero : reference::Spare::last_or_none,
+      .ratio = static_cast<double>(o.redundancy.ratio)};
   if (o.redundancy.spared == SparedLookAlike::column_zero) redundancy.spare = reference::Spare::zero;
   if (o.redundancy.spared == SparedLookAlike::first_percent) redundancy.spare = reference::Spare::first_percent;
   return {.shape = c.plan.shape,
@@ -37,7 +38,8 @@ reference::PolicySettings settings_of(const Case& c) {
                         .over_heads = o.over_heads,
                         .group_stage = o.group_stage,
                         .pool = o.pool,
-                        .scale = o.scale ? static_cast<double>(*o.scale) : 1 / std::sqrt(static_cast<double>(c.plan.shape.head_dim)),
+                        .scale =
+                            o.scale ? static_cast<double>(*o.scale) : 1 / std::sqrt(static_cast<double>(c.plan.shape.head_dim)),
                         .softcap = o.logit_softcap ? static_cast<double>(*o.logit_softcap) : 0},
           .domain = o.softmax_domain,
           .causal = o.causal && o.order == RKVOrder::chronological,
@@ -98,6 +100,25 @@ Trace run_alone(const Shape& shape, const RKVOptions<>& options, const std::vect
 
 }  // namespace
 
+TEST_CASE("R-KV's defaults are those of the published code", "[rkv]") {
+  const RKVOptions<> o;
+  REQUIRE(o.budget.interval == 128);
+  REQUIRE(o.n_recent_queries == 8);
+  REQUIRE(o.n_recent_kv == 8);
+  REQUIRE(o.n_prefix == std::optional<index_t>(0));
+  REQUIRE(o.lambda == 0.07F);
+  REQUIRE(o.pool.kind == PoolKind::max);
+  REQUIRE(o.pool.kernel == 7);
+  REQUIRE(o.over_queries == Reduce::mean);
+  REQUIRE(o.over_heads == Reduce::max);
+  REQUIRE(o.group_stage == GroupStage::logits);
+  REQUIRE(o.softmax_domain == SoftmaxDomain::candidates_only);
+  REQUIRE(o.redundancy.threshold == 0.5F);
+  REQUIRE(o.redundancy.spared == SparedLookAlike::last);
+  REQUIRE(o.redundancy.spare_column_zero);
+  REQUIRE(o.order == RKVOrder::chronological);
+}
+
 TEST_CASE("R-KV equals the reference over shapes, storage types, layouts and inputs", "[rkv]") {
   Random random;
   CAPTURE(random.seed());
@@ -106,7 +127,10 @@ TEST_CASE("R-KV equals the reference over shapes, storage types, layouts and inp
     const bool with_rope = i % 4 != 3;
     Case c{.plan = varied_plan(i, with_rope)};
     c.plan.decode = 80;
-    c.options = {.budget = {.tokens = 24 + i, .interval = 16}, .n_recent_queries = 1 + (5 * i) % 12, .n_recent_kv = (7 * i) % 12, .lambda = i % 2 == 0 ? 0.07F : 0.5F};
+    c.options = {.budget = {.tokens = 24 + i, .interval = 16},
+                 .n_recent_queries = 1 + (5 * i) % 12,
+                 .n_recent_kv = (7 * i) % 12,
+                 .lambda = i % 2 == 0 ? 0.07F : 0.5F};
     if (i % 3 != 0) c.options.order = RKVOrder::published;
     CAPTURE(i, c.plan.shape.query_heads, c.plan.shape.kv_heads, c.plan.shape.head_dim);
     const RunReport r = run(c, i, random, with_rope);
@@ -145,12 +169,16 @@ TEST_CASE("R-KV equals the reference for every option, in both orders", "[rkv]")
       {"group maximum of weights", [](Case& c) { c.options.group_stage = GroupStage::weights; }},
       {"max over queries", [](Case& c) { c.options.over_queries = Reduce::max; }},
       {"softmax over all keys", [](Case& c) { c.options.softmax_domain = SoftmaxDomain::all_visible; }},
-      {"average pool", [](Case& c) { c.options.pool = {PoolKind::average, 5}; }},
+      {"average pool",
+       [](Case& c) {
+         c.options.pool = {PoolKind::average, 5};
+       }},
       {"no pool", [](Case& c) { c.options.pool = {}; }},
       {"another scale", [](Case& c) { c.options.scale = 0.1F; }},
       {"softcap", [](Case& c) { c.options.logit_softcap = 1.5F; }},
       {"queries that reach back", [](Case& c) { c.options.n_recent_queries = 20; }},
-      {"the same, not causal", [](Case& c) {
+      {"the same, not causal",
+       [](Case& c) {
          c.options.n_recent_queries = 20;
          c.options.causal = false;
        }},
@@ -167,7 +195,10 @@ TEST_CASE("R-KV equals the reference for every option, in both orders", "[rkv]")
          c.plan.prompt = 50;
          c.plan.chunk = 9;
        }},
-      {"protected ranges", [](Case& c) { c.plan.protect = {{3, 9}, {20, 21}}; }},
+      {"protected ranges",
+       [](Case& c) {
+         c.plan.protect = {{3, 9}, {20, 21}};
+       }},
   };
   for (const Variation& variation : variations)
     for (const RKVOrder order : {RKVOrder::chronological, RKVOrder::published}) {
@@ -206,7 +237,8 @@ TEST_CASE("R-KV follows the published protocol from beginning to end, in both or
     index_t prompt, budget, window, interval;
     float lambda;
   };
-  for (const Setting s : {Setting{50, 32, 8, 16, 0.07F}, Setting{10, 24, 4, 20, 0.1F}, Setting{32, 32, 8, 16, 0.3F}, Setting{20, 24, 1, 7, 0.5F}})
+  for (const Setting s :
+       {Setting{50, 32, 8, 16, 0.07F}, Setting{10, 24, 4, 20, 0.1F}, Setting{32, 32, 8, 16, 0.3F}, Setting{20, 24, 1, 7, 0.5F}})
     for (const bool chronological : {true, false}) {
       CAPTURE(s.prompt, s.budget, s.window, s.interval, chronological);
       const Shape shape{.query_heads = 6, .kv_heads = 2, .head_dim = 16};
@@ -222,8 +254,9 @@ TEST_CASE("R-KV follows the published protocol from beginning to end, in both or
         for (std::size_t h = 0; h < 6; ++h) q[h].push_back(queries[h]);
         for (std::size_t h = 0; h < 2; ++h) k[h].push_back(keys[h]);
       }
-      reference::Protocol want = reference::rkv_protocol(q, k, s.prompt, s.budget, s.window, s.interval, static_cast<double>(s.lambda), {PoolKind::max, 7},
-                                                         reference::Spare::last_or_zero, chronological);
+      reference::Protocol want =
+          reference::rkv_protocol(q, k, s.prompt, s.budget, s.window, s.interval, static_cast<double>(s.lambda),
+                                  {PoolKind::max, 7}, reference::Spare::last_or_zero, chronological);
       const Trace got = run_alone(shape,
                                   {.budget = {.tokens = s.budget, .interval = s.interval},
                                    .n_recent_queries = s.window,
@@ -255,7 +288,8 @@ TEST_CASE("the two orders of R-KV really differ", "[rkv]") {
 }
 
 TEST_CASE("an eviction within the budget leaves the published order as it is", "[rkv]") {
-  // The published code does not touch a cache below its budget. An engine that calls `evict` anyway must get the same later choice.
+  // The published code does not touch a cache below its budget. An engine that calls `evict` anyway must get the same later
+  // choice.
   Random random;
   CAPTURE(random.seed());
   const Shape shape{.query_heads = 2, .kv_heads = 1, .head_dim = 16};
@@ -302,7 +336,8 @@ TEST_CASE("[E1] R-KV's order: the maximum of the group's logits first, then the 
   }
   cache.append({4, {}, {}, std::vector<float>(4, 0.0F), std::vector<float>(4)});
   const std::vector<float> queries{2, 0, 1, 0, 0, 1, 0, 3};
-  RKV<> policy(shape, {.budget = {.tokens = 3}, .n_recent_queries = 1, .n_recent_kv = 1, .lambda = 1, .pool = {}, .scale = 1.0F});
+  RKV<> policy(shape,
+               {.budget = {.tokens = 3}, .n_recent_queries = 1, .n_recent_kv = 1, .lambda = 1, .pool = {}, .scale = 1.0F});
   Workspace work(policy.workspace_size(8));
   require_ok(policy.observe_rotated(queries, 4));
   std::vector<float> scores(5, 0.0F);
@@ -407,12 +442,14 @@ TEST_CASE("R-KV refuses what cannot work, by name and value", "[rkv]") {
       {"another dimension than the table's", {4, 2, 8}, good, {"rope.head_dim = 16", "shape.head_dim = 8"}},
   };
   for (const Bad& bad : cases)
-    require_refused_options<RKV<>>(bad.what, bad.shape, bad.options, RopeTable({.head_dim = 16}), StatusCode::invalid_argument, bad.parts);
+    require_refused_options<RKV<>>(bad.what, bad.shape, bad.options, RopeTable({.head_dim = 16}), StatusCode::invalid_argument,
+                                   bad.parts);
   REQUIRE(RKV<>::make(shape, good).ok());
 
   RKVScorer::Options causal{.order = RKVOrder::published};
   causal.importance.causal = true;
-  check_error(RKV<>::make(shape, good, {}, RKVScorer(causal)).status(), StatusCode::unsupported, {"causal = true", "published"});
+  check_error(RKV<>::make(shape, good, {}, RKVScorer(causal)).status(), StatusCode::unsupported,
+              {"causal = true", "published"});
 }
 
 TEST_CASE("R-KV's first_percent takes a ratio of at most 1", "[rkv]") {

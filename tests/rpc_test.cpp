@@ -33,7 +33,8 @@ reference::PolicySettings settings_of(const Case& c) {
                         .over_heads = o.over_heads,
                         .group_stage = o.group_stage,
                         .pool = o.pool,
-                        .scale = o.scale ? static_cast<double>(*o.scale) : 1 / std::sqrt(static_cast<double>(c.plan.shape.head_dim)),
+                        .scale =
+                            o.scale ? static_cast<double>(*o.scale) : 1 / std::sqrt(static_cast<double>(c.plan.shape.head_dim)),
                         .softcap = o.logit_softcap ? static_cast<double>(*o.logit_softcap) : 0},
           .domain = o.softmax_domain,
           .scope = o.head_scope,
@@ -57,6 +58,24 @@ Case small_case() {
 
 }  // namespace
 
+TEST_CASE("RPC's defaults are those of the published code, with the paper's selector", "[rpc]") {
+  const RPCOptions<> o;
+  REQUIRE(o.budget.period == 1024);
+  REQUIRE(o.budget.ratio == 4);
+  REQUIRE(o.n_recent_queries == 32);
+  REQUIRE(o.n_recent_kv == 32);
+  REQUIRE_FALSE(o.n_prefix.has_value());
+  REQUIRE_FALSE(o.newest_query_twice);
+  REQUIRE(o.head_scope == HeadScope::layer);
+  REQUIRE(o.over_queries == Reduce::sum);
+  REQUIRE(o.over_heads == Reduce::mean);
+  REQUIRE(o.pool.kind == PoolKind::average);
+  REQUIRE(o.pool.kernel == 7);
+  REQUIRE(o.softmax_domain == SoftmaxDomain::candidates_only);
+  REQUIRE(o.group_stage == GroupStage::weights);
+  REQUIRE(o.causal);
+}
+
 TEST_CASE("RPC equals the reference over shapes, storage types, layouts and inputs", "[rpc]") {
   Random random;
   CAPTURE(random.seed());
@@ -64,7 +83,8 @@ TEST_CASE("RPC equals the reference over shapes, storage types, layouts and inpu
   for (index_t i = 0; i < 20; ++i) {
     const bool with_rope = i % 4 != 3;
     Case c{.plan = varied_plan(i, with_rope)};
-    c.options = {.budget = {.period = 20 + i, .ratio = 2 + i % 4}, .n_recent_queries = 1 + (5 * i) % 17, .n_recent_kv = (7 * i) % 17};
+    c.options = {
+        .budget = {.period = 20 + i, .ratio = 2 + i % 4}, .n_recent_queries = 1 + (5 * i) % 17, .n_recent_kv = (7 * i) % 17};
     c.options.newest_query_twice = i % 2 == 0;
     c.options.head_scope = i % 3 == 0 ? HeadScope::group : HeadScope::layer;
     CAPTURE(i, c.plan.shape.query_heads, c.plan.shape.kv_heads, c.plan.shape.head_dim);
@@ -85,7 +105,8 @@ TEST_CASE("RPC equals the reference for every option", "[rpc]") {
   const Variation variations[] = {
       {"as it is", [](Case&) {}},
       {"the newest query twice", [](Case& c) { c.options.newest_query_twice = true; }},
-      {"the newest and only query", [](Case& c) {
+      {"the newest and only query",
+       [](Case& c) {
          c.options.newest_query_twice = true;
          c.options.n_recent_queries = 1;
        }},
@@ -98,11 +119,15 @@ TEST_CASE("RPC equals the reference for every option", "[rpc]") {
        }},
       {"max over queries", [](Case& c) { c.options.over_queries = Reduce::max; }},
       {"mean over queries", [](Case& c) { c.options.over_queries = Reduce::mean; }},
-      {"max pool", [](Case& c) { c.options.pool = {PoolKind::max, 5}; }},
+      {"max pool",
+       [](Case& c) {
+         c.options.pool = {PoolKind::max, 5};
+       }},
       {"no pool", [](Case& c) { c.options.pool = {}; }},
       {"softmax over all keys", [](Case& c) { c.options.softmax_domain = SoftmaxDomain::all_visible; }},
       {"group mean of logits", [](Case& c) { c.options.group_stage = GroupStage::logits; }},
-      {"not causal, queries that reach back", [](Case& c) {
+      {"not causal, queries that reach back",
+       [](Case& c) {
          c.options.causal = false;
          c.options.n_recent_queries = 20;
        }},
@@ -123,7 +148,10 @@ TEST_CASE("RPC equals the reference for every option", "[rpc]") {
          c.plan.chunk = 7;
        }},
       {"at moments of the engine's own", [](Case& c) { c.plan.at_any_time = true; }},
-      {"protected ranges", [](Case& c) { c.plan.protect = {{13, 17}, {30, 31}}; }},
+      {"protected ranges",
+       [](Case& c) {
+         c.plan.protect = {{13, 17}, {30, 31}};
+       }},
   };
   for (const Variation& variation : variations) {
     INFO(variation.name);
@@ -144,8 +172,9 @@ TEST_CASE("RPC follows the published protocol from beginning to end", "[rpc]") {
     index_t prompt, period, window, ratio;
     bool shared, twice;
   };
-  for (const Setting s : {Setting{12, 32, 8, 4, true, true}, Setting{5, 24, 4, 3, false, true}, Setting{40, 20, 8, 2, true, false}, Setting{1, 16, 16, 4, true, false},
-                          Setting{9, 30, 1, 5, false, true}}) {
+  for (const Setting s :
+       {Setting{12, 32, 8, 4, true, true}, Setting{5, 24, 4, 3, false, true}, Setting{40, 20, 8, 2, true, false},
+        Setting{1, 16, 16, 4, true, false}, Setting{9, 30, 1, 5, false, true}}) {
     CAPTURE(s.prompt, s.period, s.window, s.ratio, s.shared, s.twice);
     const Shape shape{.query_heads = 6, .kv_heads = 2, .head_dim = 16};
     const RopeCase rope = make_rope(16);
@@ -188,7 +217,8 @@ TEST_CASE("RPC follows the published protocol from beginning to end", "[rpc]") {
         require_value(evict(policy, cache.view(), work));
         kept.emplace_back(2);
         for (index_t h = 0; h < 2; ++h)
-          for (index_t slot = 0; slot < cache.view().num_tokens(); ++slot) kept.back()[at(h)].push_back(cache.view().position(h, slot));
+          for (index_t slot = 0; slot < cache.view().num_tokens(); ++slot)
+            kept.back()[at(h)].push_back(cache.view().position(h, slot));
       }
       lengths.push_back(cache.view().num_tokens());
     }
@@ -297,7 +327,10 @@ TEST_CASE("RPC refuses what cannot work, by name and value", "[rpc]") {
   const Bad cases[] = {
       {"period of 0", shape, with([](auto& o) { o.budget.period = 0; }), {"budget.period = 0"}},
       {"ratio of 1", shape, with([](auto& o) { o.budget.ratio = 1; }), {"budget.ratio = 1", "budget.period = 1024"}},
-      {"ratio above the period", shape, with([](auto& o) { o.budget.ratio = 2000; }), {"budget.ratio = 2000", "budget.period = 1024"}},
+      {"ratio above the period",
+       shape,
+       with([](auto& o) { o.budget.ratio = 2000; }),
+       {"budget.ratio = 2000", "budget.period = 1024"}},
       {"no selector", shape, with([](auto& o) { o.n_recent_queries = 0; }), {"n_recent_queries = 0"}},
       {"negative window", shape, with([](auto& o) { o.n_recent_kv = -4; }), {"n_recent_kv = -4"}},
       {"negative prefix", shape, with([](auto& o) { o.n_prefix = -4; }), {"n_prefix = -4"}},
@@ -310,6 +343,7 @@ TEST_CASE("RPC refuses what cannot work, by name and value", "[rpc]") {
       {"another dimension than the table's", {4, 2, 8}, RPCOptions<>{}, {"rope.head_dim = 16", "shape.head_dim = 8"}},
   };
   for (const Bad& bad : cases)
-    require_refused_options<RPC<>>(bad.what, bad.shape, bad.options, RopeTable({.head_dim = 16}), StatusCode::invalid_argument, bad.parts);
+    require_refused_options<RPC<>>(bad.what, bad.shape, bad.options, RopeTable({.head_dim = 16}), StatusCode::invalid_argument,
+                                   bad.parts);
   REQUIRE(RPC<>::make(shape, {}).ok());
 }

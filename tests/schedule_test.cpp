@@ -165,7 +165,8 @@ TEST_CASE("GrowingBudget evicts every period and keeps a step more each time", "
   };
   for (const Case c : {Case{10, 32, 4, 8, 8}, Case{0, 100, 3, 5, 33}, Case{200, 16, 16, 0, 1}, Case{7, 9, 2, 20, 4}}) {
     CAPTURE(c.prompt, c.period, c.ratio, c.recent);
-    Run<GrowingBudget> run{.schedule = {.period = c.period, .ratio = c.ratio}, .prompt = c.prompt, .n_prefix = c.prompt, .n_recent = c.recent};
+    Run<GrowingBudget> run{
+        .schedule = {.period = c.period, .ratio = c.ratio}, .prompt = c.prompt, .n_prefix = c.prompt, .n_recent = c.recent};
     REQUIRE(run.schedule.step() == c.step);
     run.prefill();
     REQUIRE(run.evictions == 0);
@@ -194,7 +195,8 @@ TEST_CASE("[A6] whatever is due makes progress, and at once enough", "[schedule]
       for (const index_t prefix : {0, 1, 5, 60})
         for (const index_t recent : {0, 1, 9})
           for (const bool after_prefill : {false, true}) {
-            ScheduleState state{.tokens = tokens, .prefix = std::min(prefix, tokens), .total = tokens, .after_prefill = after_prefill};
+            ScheduleState state{
+                .tokens = tokens, .prefix = std::min(prefix, tokens), .total = tokens, .after_prefill = after_prefill};
             state.recent = std::min(recent, tokens - state.prefix);
             CAPTURE(tokens, prefix, recent, after_prefill);
             const index_t target = schedule.target(state);
@@ -232,12 +234,16 @@ TEST_CASE("[A6] [A7] [A13] budgets that cannot work are refused by name and valu
       {"zero min", FixedBudget{.max = 8, .min = 0}.validate(unknown, 0), {"budget.min = 0"}},
       {"negative min", FixedBudget{.max = 8, .min = -1}.validate(unknown, 0), {"budget.min = -1"}},
       {"min above max", FixedBudget{.max = 8, .min = 9}.validate(unknown, 0), {"budget.min = 9", "budget.max = 8"}},
-      {"window of the whole budget", FixedBudget{.max = 8, .min = 8}.validate(unknown, 8), {"n_recent_kv = 8", "budget.min = 8"}},
+      {"window of the whole budget",
+       FixedBudget{.max = 8, .min = 8}.validate(unknown, 8),
+       {"n_recent_kv = 8", "budget.min = 8"}},
       {"window above it", FixedBudget{.max = 8, .min = 8}.validate(unknown, 64), {"n_recent_kv = 64", "budget.min = 8"}},
       {"prefix and window fill it",
        FixedBudget{.max = 32, .min = 32, .counts_prefix = true}.validate(28, 4),
        {"n_prefix = 28", "n_recent_kv = 4", "budget.min = 32"}},
-      {"prefix alone fills it", FixedBudget{.max = 32, .min = 32, .counts_prefix = true}.validate(huge, 0), {"n_prefix = ", "budget.min = 32"}},
+      {"prefix alone fills it",
+       FixedBudget{.max = 32, .min = 32, .counts_prefix = true}.validate(huge, 0),
+       {"n_prefix = ", "budget.min = 32"}},
       {"prompt budget of 0", PromptBudget{}.validate(0, 0), {"budget.tokens = 0"}},
       {"negative prompt budget", PromptBudget{.tokens = -1}.validate(0, 0), {"budget.tokens = -1"}},
       {"interval of 0", PromptBudget{.tokens = 8, .interval = 0}.validate(0, 0), {"budget.interval = 0"}},
@@ -250,8 +256,12 @@ TEST_CASE("[A6] [A7] [A13] budgets that cannot work are refused by name and valu
       {"R-KV sinks", IntervalBudget{.tokens = 8}.validate(7, 1), {"n_prefix = 7", "n_recent_kv = 1", "budget.tokens = 8"}},
       {"period of 0", GrowingBudget{.period = 0}.validate(unknown, 0), {"budget.period = 0"}},
       {"ratio of 1", GrowingBudget{.period = 8, .ratio = 1}.validate(unknown, 0), {"budget.ratio = 1", "budget.period = 8"}},
-      {"ratio above the period", GrowingBudget{.period = 8, .ratio = 9}.validate(unknown, 0), {"budget.ratio = 9", "budget.period = 8"}},
-      {"negative count", GrowingBudget{.period = 8, .ratio = 2, .evictions = -1}.validate(unknown, 0), {"budget.evictions = -1"}},
+      {"ratio above the period",
+       GrowingBudget{.period = 8, .ratio = 9}.validate(unknown, 0),
+       {"budget.ratio = 9", "budget.period = 8"}},
+      {"negative count",
+       GrowingBudget{.period = 8, .ratio = 2, .evictions = -1}.validate(unknown, 0),
+       {"budget.evictions = -1"}},
   };
   for (const Case& c : cases) {
     INFO(c.what);

@@ -34,7 +34,10 @@ struct Rows {
   index_t dim;
 
   Rows(Random& random, const Shape& shape, index_t n, position_t last)
-      : queries(random.normals(shape.query_heads * n * shape.head_dim, 1.5F)), query_heads(shape.query_heads), rows(n), dim(shape.head_dim) {
+      : queries(random.normals(shape.query_heads * n * shape.head_dim, 1.5F)),
+        query_heads(shape.query_heads),
+        rows(n),
+        dim(shape.head_dim) {
     for (index_t i = 0; i < query_heads * rows; ++i) positions.push_back(random.integer(-1, last));
   }
   [[nodiscard]] Observations view() const { return {queries.data(), positions, query_heads, rows, dim}; }
@@ -47,7 +50,8 @@ CacheT random_cache(Random& random, const Shape& shape, index_t tokens, Layout l
   position_t position = 0;
   for (index_t i = 0; i < tokens; ++i) {
     position += random.integer(1, 3);
-    cache.append({position, {}, {}, random.normals(shape.kv_heads * shape.head_dim), random.normals(shape.kv_heads * shape.head_dim)});
+    cache.append(
+        {position, {}, {}, random.normals(shape.kv_heads * shape.head_dim), random.normals(shape.kv_heads * shape.head_dim)});
   }
   return cache;
 }
@@ -59,27 +63,30 @@ reference::Matrix expected_scores(const AttentionScorer& scorer, const CacheT& c
   const index_t group = rows.query_heads / heads;
   const index_t n = cache.view().num_tokens();
   const Range domain = scorer.softmax_domain == SoftmaxDomain::all_visible ? Range{0, n} : candidates;
-  reference::Attention attention{.over_queries = scorer.attention.over_queries,
-                                 .over_heads = scorer.attention.over_heads,
-                                 .group_stage = scorer.attention.group_stage,
-                                 .pool = scorer.attention.pool,
-                                 .pool_each_query_head = scorer.attention.pool_stage == PoolStage::query_head,
-                                 .scale = scorer.attention.scale ? static_cast<double>(*scorer.attention.scale) : 1 / std::sqrt(static_cast<double>(rows.dim)),
-                                 .softcap = scorer.attention.logit_softcap ? static_cast<double>(*scorer.attention.logit_softcap) : 0};
+  reference::Attention attention{
+      .over_queries = scorer.attention.over_queries,
+      .over_heads = scorer.attention.over_heads,
+      .group_stage = scorer.attention.group_stage,
+      .pool = scorer.attention.pool,
+      .pool_each_query_head = scorer.attention.pool_stage == PoolStage::query_head,
+      .scale =
+          scorer.attention.scale ? static_cast<double>(*scorer.attention.scale) : 1 / std::sqrt(static_cast<double>(rows.dim)),
+      .softcap = scorer.attention.logit_softcap ? static_cast<double>(*scorer.attention.logit_softcap) : 0};
   reference::Matrix out;
   for (index_t h = 0; h < heads; ++h) {
     std::vector<reference::Matrix> queries(at(group));
     for (index_t g = 0; g < group; ++g)
       for (index_t r = 0; r < rows.rows; ++r)
-        queries[at(g)].push_back(reference::row_of(rows.queries.data() + ((h * group + g) * rows.rows + r) * rows.dim, rows.dim));
+        queries[at(g)].push_back(
+            reference::row_of(rows.queries.data() + ((h * group + g) * rows.rows + r) * rows.dim, rows.dim));
     reference::Matrix keys;
     for (index_t j = domain.first; j < domain.last; ++j) keys.push_back(cache.key(h, j));
     const auto sees = [&](std::size_t g, std::size_t r, std::size_t j) {
       const position_t from = rows.positions[at((h * group + static_cast<index_t>(g)) * rows.rows + static_cast<index_t>(r))];
       return !scorer.causal || cache.view().position(h, domain.first + static_cast<index_t>(j)) <= from;
     };
-    const reference::Row part =
-        reference::attention_scores(queries, keys, sees, {candidates.first - domain.first, candidates.last - domain.first}, attention);
+    const reference::Row part = reference::attention_scores(
+        queries, keys, sees, {candidates.first - domain.first, candidates.last - domain.first}, attention);
     out.emplace_back(at(n), 0.0);
     std::copy(part.begin(), part.end(), out.back().begin() + domain.first);
   }
@@ -160,7 +167,8 @@ TEST_CASE("a query sees the key at its own position and none behind it", "[score
     require_value(scorer.score(cache.view(), {query, from, 1, 1, 2}, {0, 4}, {out.data(), 1, 4}, work));
     const index_t seen = p < 0 ? 0 : std::min<index_t>(4, p / 2 + 1);
     CAPTURE(p, seen);
-    for (index_t j = 0; j < 4; ++j) REQUIRE_THAT(out[at(j)], Catch::Matchers::WithinAbs(j < seen ? 1.0 / static_cast<double>(seen) : 0.0, 1e-7));
+    for (index_t j = 0; j < 4; ++j)
+      REQUIRE_THAT(out[at(j)], Catch::Matchers::WithinAbs(j < seen ? 1.0 / static_cast<double>(seen) : 0.0, 1e-7));
   }
 }
 
@@ -218,7 +226,8 @@ TEST_CASE("keys that are not finite are scored NaN and counted, their neighbours
           for (const PoolStage stage : {PoolStage::kv_head, PoolStage::query_head})
             for (const std::optional<float> softcap : {std::optional<float>(), std::optional<float>(3.0F)})
               for (index_t bad_head = 0; bad_head < 2; ++bad_head) {
-                CAPTURE(bad, static_cast<int>(scope), static_cast<int>(over_heads), static_cast<int>(kind), static_cast<int>(stage), softcap.has_value(), bad_head);
+                CAPTURE(bad, static_cast<int>(scope), static_cast<int>(over_heads), static_cast<int>(kind),
+                        static_cast<int>(stage), softcap.has_value(), bad_head);
                 TestCache<> cache(shape, 12);
                 for (position_t p = 0; p < 12; ++p) {
                   std::vector<float> keys = random.normals(16);
@@ -306,7 +315,8 @@ TEST_CASE("scorers say how much scratch they take, and no more is taken", "[scor
     small.bytes /= 2;
     Workspace too_small(small);
     attention.head_scope = HeadScope::group;
-    check_error(attention.score(cache.view(), rows.view(), {0, n}, {flat.data(), 2, n}, too_small).status(), StatusCode::workspace_too_small, {"workspace has"});
+    check_error(attention.score(cache.view(), rows.view(), {0, n}, {flat.data(), 2, n}, too_small).status(),
+                StatusCode::workspace_too_small, {"workspace has"});
   }
 }
 

@@ -27,7 +27,8 @@ struct Chosen {
   index_t shortfall = 0;
 };
 
-Chosen choose(const PositionCache& cache, index_t head, const std::vector<float>& scores, Range candidates, const std::vector<Range>& ranges, index_t keep) {
+Chosen choose(const PositionCache& cache, index_t head, const std::vector<float>& scores, Range candidates,
+              const std::vector<Range>& ranges, index_t keep) {
   Workspace work(detail::selection_workspace_size(cache.num_tokens()));
   KeepPlan plan;
   plan.start(cache.epoch(), cache.num_tokens(), candidates);
@@ -51,12 +52,18 @@ bool is_protected(const PositionCache& cache, index_t head, slot_t slot, Range c
 
 float random_score(Random& random) {
   switch (random.integer(0, 9)) {
-    case 0: return nan_score;
-    case 1: return infinity;
-    case 2: return -infinity;
-    case 3: return -0.0F;
-    case 4: return 0.0F;
-    default: return static_cast<float>(random.integer(-3, 3)) / 2;
+    case 0:
+      return nan_score;
+    case 1:
+      return infinity;
+    case 2:
+      return -infinity;
+    case 3:
+      return -0.0F;
+    case 4:
+      return 0.0F;
+    default:
+      return static_cast<float>(random.integer(-3, 3)) / 2;
   }
 }
 
@@ -129,7 +136,8 @@ TEST_CASE("[D2] equal scores: the lowest slots stay", "[selection]") {
 TEST_CASE("[D1] NaN goes first wherever it stands", "[selection]") {
   REQUIRE(choose(dense(6), 0, {nan_score, nan_score, nan_score, 0, 0, 0}, {0, 6}, {}, 3).kept == std::vector<slot_t>{3, 4, 5});
   REQUIRE(choose(dense(6), 0, {0, 0, 0, nan_score, nan_score, nan_score}, {0, 6}, {}, 3).kept == std::vector<slot_t>{0, 1, 2});
-  REQUIRE(choose(dense(6), 0, {nan_score, nan_score, nan_score, 0, 0, 0}, {0, 6}, {}, 5).kept == std::vector<slot_t>{0, 1, 3, 4, 5});
+  REQUIRE(choose(dense(6), 0, {nan_score, nan_score, nan_score, 0, 0, 0}, {0, 6}, {}, 5).kept ==
+          std::vector<slot_t>{0, 1, 3, 4, 5});
   REQUIRE(choose(dense(3), 0, {nan_score, nan_score, nan_score}, {0, 3}, {}, 2).kept == std::vector<slot_t>{0, 1});
   REQUIRE(choose(dense(3), 0, {nan_score, -infinity, nan_score}, {0, 3}, {}, 1).kept == std::vector<slot_t>{1});
 }
@@ -138,7 +146,8 @@ TEST_CASE("[D5] more than there are candidates: all of them", "[selection]") {
   REQUIRE(choose(dense(5), 0, {1, 5, 2, 4, 3}, {0, 5}, {}, 8).kept == std::vector<slot_t>{0, 1, 2, 3, 4});
 }
 
-TEST_CASE("protection is no score: it holds against infinities, and what it takes beyond the budget is reported", "[selection]") {
+TEST_CASE("protection is no score: it holds against infinities, and what it takes beyond the budget is reported",
+          "[selection]") {
   const std::vector<float> scores{-infinity, nan_score, infinity, infinity, -infinity, nan_score, infinity, -infinity};
   const Chosen all = choose(dense(8), 0, scores, {1, 7}, {{4, 6}}, 6);
   REQUIRE(all.kept == std::vector<slot_t>{0, 2, 3, 4, 5, 7});

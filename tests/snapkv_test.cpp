@@ -31,12 +31,16 @@ reference::PolicySettings settings_of(const Case& c) {
                         .group_stage = o.group_stage,
                         .pool = o.pool,
                         .pool_each_query_head = o.pool_stage == PoolStage::query_head,
-                        .scale = o.scale ? static_cast<double>(*o.scale) : 1 / std::sqrt(static_cast<double>(c.plan.shape.head_dim)),
+                        .scale =
+                            o.scale ? static_cast<double>(*o.scale) : 1 / std::sqrt(static_cast<double>(c.plan.shape.head_dim)),
                         .softcap = o.logit_softcap ? static_cast<double>(*o.logit_softcap) : 0},
           .domain = o.softmax_domain,
           .n_prefix = o.n_prefix,
           .n_recent_kv = o.n_recent_kv,
-          .due = [=](const reference::Moment& m) { return m.tokens > budget && (m.after_prompt || (interval > 0 && m.tokens >= budget + interval)); },
+          .due =
+              [=](const reference::Moment& m) {
+                return m.tokens > budget && (m.after_prompt || (interval > 0 && m.tokens >= budget + interval));
+              },
           .target = reference::prompt_budget(budget).target};
 }
 
@@ -47,11 +51,27 @@ RunReport run(const Case& c, index_t kind, Random& random, bool with_rope = true
 }
 
 Case small_case() {
-  return {.plan = {.shape = {.query_heads = 4, .kv_heads = 2, .head_dim = 16}, .rope = make_rope(16), .prompt = 70, .decode = 30},
-          .options = {.budget = {.tokens = 32}, .n_recent_queries = 6, .n_recent_kv = 6}};
+  return {
+      .plan = {.shape = {.query_heads = 4, .kv_heads = 2, .head_dim = 16}, .rope = make_rope(16), .prompt = 70, .decode = 30},
+      .options = {.budget = {.tokens = 32}, .n_recent_queries = 6, .n_recent_kv = 6}};
 }
 
 }  // namespace
+
+TEST_CASE("SnapKV's defaults are those of the documentation", "[snapkv]") {
+  const SnapKVOptions<> o;
+  REQUIRE(o.n_recent_queries == 32);
+  REQUIRE(o.n_recent_kv == 32);
+  REQUIRE(o.n_prefix == std::optional<index_t>(0));
+  REQUIRE(o.pool.kind == PoolKind::average);
+  REQUIRE(o.pool.kernel == 5);
+  REQUIRE(o.pool_stage == PoolStage::query_head);
+  REQUIRE(o.over_queries == Reduce::sum);
+  REQUIRE(o.over_heads == Reduce::mean);
+  REQUIRE(o.softmax_domain == SoftmaxDomain::all_visible);
+  REQUIRE(o.group_stage == GroupStage::weights);
+  REQUIRE_FALSE(o.budget.interval.has_value());
+}
 
 TEST_CASE("SnapKV equals the reference over shapes, storage types, layouts and inputs", "[snapkv]") {
   Random random;
@@ -61,7 +81,8 @@ TEST_CASE("SnapKV equals the reference over shapes, storage types, layouts and i
     const bool with_rope = i % 4 != 3;
     Case c{.plan = varied_plan(i, with_rope)};
     c.plan.prompt = 60 + 5 * i;
-    c.options = {.budget = {.tokens = 40 + i, .interval = 16}, .n_recent_queries = 1 + (5 * i) % 32, .n_recent_kv = 1 + (7 * i) % 32};
+    c.options = {
+        .budget = {.tokens = 40 + i, .interval = 16}, .n_recent_queries = 1 + (5 * i) % 32, .n_recent_kv = 1 + (7 * i) % 32};
     if (i % 2 == 1) c.options.pool = {PoolKind::max, 7};
     CAPTURE(i, c.plan.shape.query_heads, c.plan.shape.kv_heads, c.plan.shape.head_dim);
     const RunReport r = run(c, i, random, with_rope);
@@ -88,15 +109,24 @@ TEST_CASE("SnapKV equals the reference for every option", "[snapkv]") {
          c.options.over_heads = Reduce::max;
          c.options.pool = {PoolKind::max, 5};
        }},
-      {"mean over heads after a max pool", [](Case& c) { c.options.pool = {PoolKind::max, 5}; }},
+      {"mean over heads after a max pool",
+       [](Case& c) {
+         c.options.pool = {PoolKind::max, 5};
+       }},
       {"mean over heads before a max pool",
        [](Case& c) {
          c.options.pool = {PoolKind::max, 5};
          c.options.pool_stage = PoolStage::kv_head;
        }},
       {"no pool", [](Case& c) { c.options.pool = {}; }},
-      {"kernel of 1", [](Case& c) { c.options.pool = {PoolKind::average, 1}; }},
-      {"kernel longer than the candidates", [](Case& c) { c.options.pool = {PoolKind::average, 201}; }},
+      {"kernel of 1",
+       [](Case& c) {
+         c.options.pool = {PoolKind::average, 1};
+       }},
+      {"kernel longer than the candidates",
+       [](Case& c) {
+         c.options.pool = {PoolKind::average, 201};
+       }},
       {"softmax over the candidates", [](Case& c) { c.options.softmax_domain = SoftmaxDomain::candidates_only; }},
       {"group mean of logits", [](Case& c) { c.options.group_stage = GroupStage::logits; }},
       {"group maximum of logits",
@@ -114,7 +144,10 @@ TEST_CASE("SnapKV equals the reference for every option", "[snapkv]") {
       {"while decoding, too", [](Case& c) { c.options.budget.interval = 7; }},
       {"on every token", [](Case& c) { c.options.budget.interval = 1; }},
       {"at moments of the engine's own", [](Case& c) { c.plan.at_any_time = true; }},
-      {"protected ranges", [](Case& c) { c.plan.protect = {{3, 9}, {30, 31}}; }},
+      {"protected ranges",
+       [](Case& c) {
+         c.plan.protect = {{3, 9}, {30, 31}};
+       }},
       {"a head for each query head", [](Case& c) { c.plan.shape.kv_heads = 4; }},
   };
   for (const Variation& variation : variations) {
@@ -164,7 +197,8 @@ TEST_CASE("SnapKV's prompt may come in chunks: the same scores, bit for bit", "[
   for (const index_t chunk : {1, 3, 6, 64}) {
     SnapKV<> chunked = fresh;
     for (index_t first = 0; first < 70; first += chunk)
-      require_ok(chunked.prefill(QueryView::token_major(queries.data() + first * 64, std::min<index_t>(chunk, 70 - first), 4, 16), work));
+      require_ok(chunked.prefill(
+          QueryView::token_major(queries.data() + first * 64, std::min<index_t>(chunk, 70 - first), 4, 16), work));
     CAPTURE(chunk);
     REQUIRE(scores_of(chunked) == scores_of(whole));
     REQUIRE(chunked.next_position() == 70);
@@ -193,7 +227,8 @@ TEST_CASE("[E5] the causal corner of the window, and the softmax without it", "[
   // Rows see the whole window where it is not masked: what the check says a missing mask would give.
   AttentionScorer unmasked = SnapKV<>::scorer_of({.n_recent_queries = 2, .pool = {}});
   unmasked.causal = false;
-  SnapKV<> policy = require_value(SnapKV<>::make(shape, {.budget = {.tokens = 3}, .n_recent_queries = 2, .n_recent_kv = 2}, {}, unmasked));
+  SnapKV<> policy =
+      require_value(SnapKV<>::make(shape, {.budget = {.tokens = 3}, .n_recent_queries = 2, .n_recent_kv = 2}, {}, unmasked));
   const std::vector<float> without = scores_of(policy);
   for (std::size_t j = 0; j < 4; ++j) REQUIRE_THAT(without[j], Catch::Matchers::WithinAbs(1.0 / 3, 1e-6));
 }
@@ -244,7 +279,10 @@ TEST_CASE("SnapKV refuses what cannot work, by name and value", "[snapkv]") {
   const Bad cases[] = {
       {"no budget", shape, {}, {"budget.tokens = 0"}},
       {"window of the budget", shape, with([](auto& o) { o.n_recent_kv = 64; }), {"n_recent_kv = 64", "budget.tokens = 64"}},
-      {"sinks and window", shape, with([](auto& o) { o.n_prefix = 32; }), {"n_prefix = 32", "n_recent_kv = 32", "budget.tokens = 64"}},
+      {"sinks and window",
+       shape,
+       with([](auto& o) { o.n_prefix = 32; }),
+       {"n_prefix = 32", "n_recent_kv = 32", "budget.tokens = 64"}},
       {"no query", shape, with([](auto& o) { o.n_recent_queries = 0; }), {"n_recent_queries = 0"}},
       {"even kernel", shape, with([](auto& o) { o.pool.kernel = 4; }), {"pool.kernel = 4"}},
       {"sum over heads", shape, with([](auto& o) { o.over_heads = Reduce::sum; }), {"over_heads = sum"}},
@@ -254,7 +292,7 @@ TEST_CASE("SnapKV refuses what cannot work, by name and value", "[snapkv]") {
       {"another dimension than the table's", {4, 2, 8}, good, {"rope.head_dim = 16", "shape.head_dim = 8"}},
   };
   for (const Bad& bad : cases)
-    require_refused_options<SnapKV<>>(bad.what, bad.shape, bad.options, RopeTable({.head_dim = 16}), StatusCode::invalid_argument,
-                                      bad.parts);
+    require_refused_options<SnapKV<>>(bad.what, bad.shape, bad.options, RopeTable({.head_dim = 16}),
+                                      StatusCode::invalid_argument, bad.parts);
   REQUIRE(SnapKV<>::make(shape, good).ok());
 }

@@ -8,6 +8,7 @@
 /// cache) comes back as a `Status` whose message names the argument and its value, before anything is changed.
 
 #include <cstdint>
+#include <cstdio>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -110,7 +111,15 @@ namespace detail {
 inline void append(std::string& out, std::string_view text) { out += text; }
 template <class N>
 requires std::is_arithmetic_v<N>
-void append(std::string& out, N number) { out += std::to_string(number); }
+void append(std::string& out, N number) {
+  if constexpr (std::is_floating_point_v<N>) {  // std::to_string would show 1e-9 as 0
+    char text[32];
+    std::snprintf(text, sizeof text, "%g", static_cast<double>(number));
+    out += text;
+  } else {
+    out += std::to_string(number);
+  }
+}
 
 /// One message from texts and numbers: `error(code, "budget.max = ", max, ": must be positive")`.
 template <class... Parts>

@@ -8,7 +8,7 @@
 
 int main(int argc, char** argv) {
   Catch::Session session;
-  session.configData().rngSeed = 20260701;                          // fixed, so that a run can be repeated
+  session.configData().rngSeed = 20260701;                         // fixed, so that a run can be repeated
   session.configData().warnings = Catch::WarnAbout::NoAssertions;  // a case that asserts nothing fails
   if (const int error = session.applyCommandLine(argc, argv); error != 0) return error;
   // Before the tests: Catch2 2 prints the seed only with a failed assertion, not where a sanitizer ends the program.

@@ -15,10 +15,13 @@ inline constexpr index_t small_budget = 24;
 [[nodiscard]] inline RopeTable small_rope() { return RopeTable({.head_dim = 16}); }
 
 [[nodiscard]] inline RecentWindow<> small_recent_window() {
-  return RecentWindow<>(small_shape, {.budget = {.max = small_budget + 8, .min = small_budget, .counts_prefix = true}, .n_prefix = 2});
+  return RecentWindow<>(small_shape,
+                        {.budget = {.max = small_budget + 8, .min = small_budget, .counts_prefix = true}, .n_prefix = 2});
 }
 [[nodiscard]] inline SnapKV<> small_snapkv() {
-  return SnapKV<>(small_shape, {.budget = {.tokens = small_budget, .interval = 8}, .n_recent_queries = 5, .n_recent_kv = 4, .n_prefix = 2}, small_rope());
+  return SnapKV<>(small_shape,
+                  {.budget = {.tokens = small_budget, .interval = 8}, .n_recent_queries = 5, .n_recent_kv = 4, .n_prefix = 2},
+                  small_rope());
 }
 /// Holds a budget, so that it can stand beside the others.
 [[nodiscard]] inline RPC<AttentionScorer, FixedBudget> small_rpc() {
@@ -31,7 +34,12 @@ inline constexpr index_t small_budget = 24;
 }
 [[nodiscard]] inline RKV<> small_rkv(RKVOrder order = RKVOrder::chronological) {
   return RKV<>(small_shape,
-               {.budget = {.tokens = small_budget, .interval = 8}, .n_recent_queries = 5, .n_recent_kv = 4, .n_prefix = 2, .lambda = 0.4F, .order = order},
+               {.budget = {.tokens = small_budget, .interval = 8},
+                .n_recent_queries = 5,
+                .n_recent_kv = 4,
+                .n_prefix = 2,
+                .lambda = 0.4F,
+                .order = order},
                small_rope());
 }
 [[nodiscard]] inline BeaconKV<> small_beaconkv() {

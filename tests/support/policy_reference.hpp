@@ -2,8 +2,8 @@
 #pragma once
 
 /// \file
-/// Whole policies, slow and obvious and in double precision, written from the papers' formulas and the published protocols. Of the
-/// library they use option types only.
+/// Whole policies, slow and obvious and in double precision, written from the papers' formulas and the published protocols. Of
+/// the library they use option types only.
 
 #include <algorithm>
 #include <functional>
@@ -47,7 +47,9 @@ struct Rope {
   RopeLayout layout = RopeLayout::half;
   double factor = 1;
 
-  [[nodiscard]] Row at(const Row& row, position_t position) const { return rotated(row, position, frequencies, layout, factor); }
+  [[nodiscard]] Row at(const Row& row, position_t position) const {
+    return rotated(row, position, frequencies, layout, factor);
+  }
 };
 
 /// R-KV's second term.
@@ -60,16 +62,16 @@ struct Redundancy {
 
 /// Where a sequence stands when the schedule is asked.
 struct Moment {
-  index_t tokens = 0;     ///< cached
-  index_t prefix = 0;     ///< of them: protected prefix
-  index_t total = 0;      ///< tokens of the sequence so far
+  index_t tokens = 0;  ///< cached
+  index_t prefix = 0;  ///< of them: protected prefix
+  index_t total = 0;   ///< tokens of the sequence so far
   bool after_prompt = false;
   index_t evictions = 0;  ///< so far
 };
 
 struct Scores {
-  Matrix of_head{};         ///< [KV head][slot]; outside the candidates without meaning
-  double logit_bound = 0;   ///< |query| |key| scale at most: what rounding errors grow with
+  Matrix of_head{};        ///< [KV head][slot]; outside the candidates without meaning
+  double logit_bound = 0;  ///< |query| |key| scale at most: what rounding errors grow with
 };
 
 /// What is scored and kept, in the words of SPEC. Queries are pre-RoPE.
@@ -111,7 +113,8 @@ class Policy {
   void prefill(const std::vector<Matrix>& queries, position_t first) {
     for (std::size_t h = 0; h < queries.size(); ++h) {
       if (has_beacons()) beacons_[h].prefill(queries[h], first);
-      for (std::size_t t = 0; t < queries[h].size(); ++t) history_[h].push_back({queries[h][t], first + static_cast<position_t>(t)});
+      for (std::size_t t = 0; t < queries[h].size(); ++t)
+        history_[h].push_back({queries[h][t], first + static_cast<position_t>(t)});
     }
     next_ = first + static_cast<position_t>(queries.front().size());
     if (!decoded_) prompt_end_ = next_;
@@ -187,8 +190,8 @@ class Policy {
     return count;
   }
 
-  /// After the sets `kept` (one a head, in the cache's old numbering) were chosen by `scores`. Call before the cache changes. A cache
-  /// that is `within` its budget was not looked at.
+  /// After the sets `kept` (one a head, in the cache's old numbering) were chosen by `scores`. Call before the cache changes. A
+  /// cache that is `within` its budget was not looked at.
   void commit(const Cache& before, const std::vector<std::vector<slot_t>>& kept, const Matrix& scores, bool within) {
     for (ContinualSampling& b : beacons_)
       if (has_beacons()) b.reduce();
@@ -250,8 +253,8 @@ class Policy {
     return slots;
   }
 
-  [[nodiscard]] Matrix importance(const std::vector<Matrix>& keys, const std::vector<std::vector<position_t>>& positions, Range open,
-                                  double& logit_bound) const {
+  [[nodiscard]] Matrix importance(const std::vector<Matrix>& keys, const std::vector<std::vector<position_t>>& positions,
+                                  Range open, double& logit_bound) const {
     const auto group = static_cast<std::size_t>(s_.shape.group());
     const bool shared = s_.scope == HeadScope::layer;
     Attention attention = s_.attention;
@@ -274,7 +277,8 @@ class Policy {
       const auto sees = [&](std::size_t g, std::size_t r, std::size_t j) {
         return !s_.causal || positions[h][j + static_cast<std::size_t>(domain.first)] <= from[g][r];
       };
-      const Row scores = attention_scores(queries, part, sees, {open.first - domain.first, open.last - domain.first}, attention);
+      const Row scores =
+          attention_scores(queries, part, sees, {open.first - domain.first, open.last - domain.first}, attention);
       out.push_back(Row(keys[h].size(), 0.0));
       std::copy(scores.begin(), scores.end(), out.back().begin() + domain.first);
     }
@@ -340,7 +344,8 @@ struct Schedule {
 }
 /// SPEC 2.1: only after the prompt.
 [[nodiscard]] inline Schedule prompt_budget(index_t tokens) {
-  return {[=](const Moment& m) { return m.after_prompt && m.tokens > tokens; }, [=](const Moment& m) { return std::min(m.tokens, tokens); }};
+  return {[=](const Moment& m) { return m.after_prompt && m.tokens > tokens; },
+          [=](const Moment& m) { return std::min(m.tokens, tokens); }};
 }
 /// SPEC 2.3.2: after the prompt, and on the token after every multiple of `interval`.
 [[nodiscard]] inline Schedule interval_budget(index_t tokens, index_t interval) {
@@ -350,15 +355,16 @@ struct Schedule {
 /// SPEC 2.2: fill = length - prompt - m T - R before the token is appended; compression at fill == P - 1.
 [[nodiscard]] inline Schedule growing_budget(index_t period, index_t ratio, index_t recent) {
   const index_t step = period / ratio;
-  return {[=](const Moment& m) { return !m.after_prompt && m.tokens - 1 - m.prefix - m.evictions * step - recent >= period - 1; },
-          [=](const Moment& m) { return std::min(m.tokens, m.prefix + (m.evictions + 1) * step + recent); }};
+  return {
+      [=](const Moment& m) { return !m.after_prompt && m.tokens - 1 - m.prefix - m.evictions * step - recent >= period - 1; },
+      [=](const Moment& m) { return std::min(m.tokens, m.prefix + (m.evictions + 1) * step + recent); }};
 }
 
 // The published protocols, from beginning to end, over the queries and keys of a whole sequence: [head][token], after RoPE.
 
 struct Protocol {
-  std::vector<index_t> lengths{};                                ///< of the cache after the prompt, then after each token
-  std::vector<std::vector<std::vector<position_t>>> kept{};      ///< of each compression: positions of each KV head, stored order
+  std::vector<index_t> lengths{};                            ///< of the cache after the prompt, then after each token
+  std::vector<std::vector<std::vector<position_t>>> kept{};  ///< of each compression: positions of each KV head, stored order
 };
 
 namespace protocol {
@@ -388,8 +394,9 @@ namespace protocol {
 }  // namespace protocol
 
 /// SPEC 2.2 (`rpc_utils.py`). `shared`: one selection for all KV heads, else one a group.
-[[nodiscard]] inline Protocol rpc_protocol(const std::vector<Matrix>& q, const std::vector<Matrix>& k, index_t prompt, index_t period, index_t window,
-                                           index_t ratio, bool shared, const Pool& kernel, bool newest_twice) {
+[[nodiscard]] inline Protocol rpc_protocol(const std::vector<Matrix>& q, const std::vector<Matrix>& k, index_t prompt,
+                                           index_t period, index_t window, index_t ratio, bool shared, const Pool& kernel,
+                                           bool newest_twice) {
   const auto total = static_cast<index_t>(q.front().size());
   const std::size_t group = q.size() / k.size();
   const index_t step = period / ratio;
@@ -442,8 +449,9 @@ namespace protocol {
 }
 
 /// SPEC 2.3 (`r1_kv.py`, `modeling.py`). As published survivors are stored by descending score, unless `chronological`.
-[[nodiscard]] inline Protocol rkv_protocol(const std::vector<Matrix>& q, const std::vector<Matrix>& k, index_t prompt, index_t budget, index_t window,
-                                           index_t interval, double lambda, const Pool& kernel, Spare spare, bool chronological) {
+[[nodiscard]] inline Protocol rkv_protocol(const std::vector<Matrix>& q, const std::vector<Matrix>& k, index_t prompt,
+                                           index_t budget, index_t window, index_t interval, double lambda, const Pool& kernel,
+                                           Spare spare, bool chronological) {
   const auto total = static_cast<index_t>(q.front().size());
   const std::size_t group = q.size() / k.size();
   std::vector<position_t> prompt_positions;

@@ -2,8 +2,8 @@
 #pragma once
 
 /// \file
-/// What the tests of policies share: a stream of queries and keys that resembles a model's, caches in every memory layout, and the
-/// run of a policy token by token beside its slow reference.
+/// What the tests of policies share: a stream of queries and keys that resembles a model's, caches in every memory layout, and
+/// the run of a policy token by token beside its slow reference.
 
 #include <algorithm>
 #include <bit>
@@ -60,8 +60,12 @@ struct PositionCache {
   [[nodiscard]] index_t key_dim() const noexcept { return 1; }
   [[nodiscard]] index_t value_dim() const noexcept { return 1; }
   [[nodiscard]] position_t position(index_t head, index_t slot) const noexcept { return positions[at(head)][at(slot)]; }
-  [[nodiscard]] ConstRows keys(index_t, index_t, index_t count, float* scratch) const noexcept { return {scratch, count, 1, 1}; }
-  [[nodiscard]] ConstRows values(index_t, index_t, index_t count, float* scratch) const noexcept { return {scratch, count, 1, 1}; }
+  [[nodiscard]] ConstRows keys(index_t, index_t, index_t count, float* scratch) const noexcept {
+    return {scratch, count, 1, 1};
+  }
+  [[nodiscard]] ConstRows values(index_t, index_t, index_t count, float* scratch) const noexcept {
+    return {scratch, count, 1, 1};
+  }
   [[nodiscard]] std::uint64_t epoch() const noexcept { return 1; }
 };
 static_assert(CacheReader<PositionCache>);
@@ -74,8 +78,8 @@ struct RopeCase {
   reference::Rope reference{};
 };
 
-[[nodiscard]] inline RopeCase make_rope(index_t head_dim, RopeLayout layout = RopeLayout::half, std::optional<index_t> rotary_dim = {},
-                                        double theta = 10000) {
+[[nodiscard]] inline RopeCase make_rope(index_t head_dim, RopeLayout layout = RopeLayout::half,
+                                        std::optional<index_t> rotary_dim = {}, double theta = 10000) {
   return {{.head_dim = head_dim, .rotary_dim = rotary_dim, .theta = theta, .layout = layout},
           {reference::rope_frequencies(rotary_dim.value_or(head_dim), theta), layout, 1}};
 }
@@ -115,7 +119,8 @@ class Stream {
     token.position = position;
     if (random_->integer(0, 3) == 0) topic_ = random_->integer(0, topics - 1);
     for (index_t h = 0; h < shape_.query_heads; ++h) {
-      const reference::Row row = around(h / shape_.group(), random_->integer(0, 2) == 0 ? random_->integer(0, topics - 1) : topic_);
+      const reference::Row row =
+          around(h / shape_.group(), random_->integer(0, 2) == 0 ? random_->integer(0, topics - 1) : topic_);
       const reference::Row rotated = rope_.at(row, position);
       for (const double x : row) token.queries.push_back(static_cast<float>(x));
       for (const double x : rotated) token.rotated.push_back(static_cast<float>(x));
@@ -275,7 +280,8 @@ struct RunPlan {
   std::vector<Range> protect{};
 };
 
-/// A policy, its cache and its workspace, and the reference of each. Every step of the library is compared with the reference's.
+/// A policy, its cache and its workspace, and the reference of each. Every step of the library is compared with the
+/// reference's.
 template <class PolicyT, class CacheT>
 class Duo {
  public:
@@ -334,7 +340,8 @@ class Duo {
 
   void decode(const Token& token, const Shape& shape) {
     append(token);
-    require_ok(rotated_input ? policy.observe_rotated(token.rotated, token.position) : policy.observe(token.queries, token.position));
+    require_ok(rotated_input ? policy.observe_rotated(token.rotated, token.position)
+                             : policy.observe(token.queries, token.position));
     reference.observe(rows_of(token.queries, shape.head_dim), token.position);
     compare_beacons();
   }
@@ -367,7 +374,8 @@ class Duo {
     if (!plan.keeps_all()) REQUIRE(plan.num_non_finite() == scored.num_non_finite);
     const std::vector<std::vector<slot_t>> kept = compare_plan(plan, separate, scores, expected, target);
 
-    reference::Matrix own;  // the published order of R-KV goes by the scores themselves: the library's, so that rounding errors do not part the two
+    reference::Matrix own;  // the published order of R-KV goes by the scores themselves: the library's, so that rounding errors
+                            // do not part the two
     for (index_t h = 0; h < heads; ++h) {
       const std::span<float> row = scores.row(one_set ? 0 : h);
       own.emplace_back(row.begin(), row.end());
@@ -433,8 +441,8 @@ class Duo {
     return expected;
   }
 
-  /// The plan is exactly what the slow selection makes of the library's own scores, and what it makes of the reference's scores unless
-  /// that hangs on rounding errors. Returns the kept slots of every head.
+  /// The plan is exactly what the slow selection makes of the library's own scores, and what it makes of the reference's scores
+  /// unless that hangs on rounding errors. Returns the kept slots of every head.
   std::vector<std::vector<slot_t>> compare_plan(const KeepPlan& plan, const KeepPlan& separate, const ScoreMatrix& scores,
                                                 const reference::Scores& expected, index_t target) {
     const index_t n = cache.view().num_tokens();
@@ -459,7 +467,8 @@ class Duo {
       for (const slot_t i : reference::top_k(own, wanted)) best.push_back(open[at(i)]);
       std::vector<slot_t> want;
       for (slot_t s = 0; s < static_cast<slot_t>(n); ++s)
-        if (!std::binary_search(open.begin(), open.end(), s) || std::binary_search(best.begin(), best.end(), s)) want.push_back(s);
+        if (!std::binary_search(open.begin(), open.end(), s) || std::binary_search(best.begin(), best.end(), s))
+          want.push_back(s);
       REQUIRE(kept == want);
       if (!plan.keeps_all()) compare_kept_scores(plan, h, open, scores);
       compare_with_exact_choice(theirs, own, wanted);
@@ -467,7 +476,8 @@ class Duo {
     return all;
   }
 
-  void compare_kept_scores(const KeepPlan& plan, index_t head, const std::vector<slot_t>& open, const ScoreMatrix& scores) const {
+  void compare_kept_scores(const KeepPlan& plan, index_t head, const std::vector<slot_t>& open,
+                           const ScoreMatrix& scores) const {
     index_t wrong = 0;
     for (std::size_t i = 0; i < plan.kept(head).size(); ++i) {
       const slot_t s = plan.kept(head)[i];
@@ -486,7 +496,8 @@ class Duo {
     std::sort(sorted.rbegin(), sorted.rend());
     const double last = sorted[at(wanted - 1)];
     if (last - sorted[at(wanted)] <= 2 * tolerance_) {
-      report.ambiguous += last > sorted[at(wanted)] ? 1 : 0;  // exact ties, as a max pool makes them, are nobody's rounding error
+      report.ambiguous +=
+          last > sorted[at(wanted)] ? 1 : 0;  // exact ties, as a max pool makes them, are nobody's rounding error
       return;
     }
     index_t wrong = 0;
@@ -494,7 +505,8 @@ class Duo {
     REQUIRE(wrong == 0);
   }
 
-  /// The beacons of each head are the reference's. Where its own sampling hung on less than rounding errors, it takes over the library's.
+  /// The beacons of each head are the reference's. Where its own sampling hung on less than rounding errors, it takes over the
+  /// library's.
   template <class P>
   void compare_beacons_of(const P& p) {
     if constexpr (requires { p.observer().beacons(0); }) {
@@ -541,7 +553,8 @@ class Duo {
 
 /// Makes one number of some rows of `rows` NaN or infinite.
 inline void poison(std::vector<float>& rows, index_t dim, double share, Random& random) {
-  constexpr float bad[] = {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(), -std::numeric_limits<float>::infinity()};
+  constexpr float bad[] = {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(),
+                           -std::numeric_limits<float>::infinity()};
   for (index_t r = 0; r < static_cast<index_t>(rows.size()) / dim; ++r)
     if (random.unit() < share) rows[at(r * dim + random.integer(0, dim - 1))] = bad[random.integer(0, 2)];
 }
@@ -564,7 +577,8 @@ RunReport run_in(const RunPlan& plan, PolicyT policy, reference::PolicySettings 
   position_t position = 0;
   while (position < plan.prompt) {
     std::vector<Token> chunk;
-    for (index_t i = 0; i < (plan.chunk > 0 ? plan.chunk : plan.prompt) && position < plan.prompt; ++i) chunk.push_back(next(position++));
+    for (index_t i = 0; i < (plan.chunk > 0 ? plan.chunk : plan.prompt) && position < plan.prompt; ++i)
+      chunk.push_back(next(position++));
     duo.prefill(chunk, plan.shape, plan.head_major);
   }
   if (plan.prompt > 0) duo.evict_if_due();
@@ -579,26 +593,35 @@ RunReport run_in(const RunPlan& plan, PolicyT policy, reference::PolicySettings 
 
 /// The run in one of six kinds of cache: three storage types, heads that keep sets of their own or one.
 template <class PolicyT>
-RunReport run_kind(index_t kind, const RunPlan& plan, const PolicyT& policy, const reference::PolicySettings& settings, Random& random) {
+RunReport run_kind(index_t kind, const RunPlan& plan, const PolicyT& policy, const reference::PolicySettings& settings,
+                   Random& random) {
   switch (kind % 6) {
-    case 0: return run_in<float, Granularity::per_head>(plan, policy, settings, random);
-    case 1: return run_in<float16, Granularity::per_layer>(plan, policy, settings, random);
-    case 2: return run_in<bfloat16, Granularity::per_head>(plan, policy, settings, random);
-    case 3: return run_in<float, Granularity::per_layer>(plan, policy, settings, random);
-    case 4: return run_in<float16, Granularity::per_head>(plan, policy, settings, random);
-    default: return run_in<bfloat16, Granularity::per_layer>(plan, policy, settings, random);
+    case 0:
+      return run_in<float, Granularity::per_head>(plan, policy, settings, random);
+    case 1:
+      return run_in<float16, Granularity::per_layer>(plan, policy, settings, random);
+    case 2:
+      return run_in<bfloat16, Granularity::per_head>(plan, policy, settings, random);
+    case 3:
+      return run_in<float, Granularity::per_layer>(plan, policy, settings, random);
+    case 4:
+      return run_in<float16, Granularity::per_head>(plan, policy, settings, random);
+    default:
+      return run_in<bfloat16, Granularity::per_layer>(plan, policy, settings, random);
   }
 }
 
-/// The `i`-th of a set of shapes, RoPEs, layouts and inputs in which every one comes with many of the others: head groups 1, 2, 4 and 7,
-/// dimensions 16 to 128.
+/// The `i`-th of a set of shapes, RoPEs, layouts and inputs in which every one comes with many of the others: head groups 1, 2,
+/// 4 and 7, dimensions 16 to 128.
 [[nodiscard]] inline RunPlan varied_plan(index_t i, bool pre_rope = true) {
   constexpr index_t groups[] = {1, 2, 4, 7};
   constexpr index_t dims[] = {16, 128, 32, 64, 80};
   const index_t group = groups[i % 4];
   const index_t kv_heads = group == 7 ? 1 : 1 + i % 3;
   const index_t dim = dims[i % 5];
-  RunPlan plan{.shape = {.query_heads = group * kv_heads, .kv_heads = kv_heads, .head_dim = dim}, .rope = make_rope(dim), .layout = all_layouts[at(i / 2) % all_layouts.size()]};
+  RunPlan plan{.shape = {.query_heads = group * kv_heads, .kv_heads = kv_heads, .head_dim = dim},
+               .rope = make_rope(dim),
+               .layout = all_layouts[at(i / 2) % all_layouts.size()]};
   if (i % 5 == 1) plan.rope = make_rope(dim, RopeLayout::interleaved, dim / 2, 500000);
   if (i % 5 == 3) plan.rope = make_rope_with_factor(dim, 1.3);
   plan.prompt = 17 + i;
@@ -632,10 +655,12 @@ template <class PolicyT, class CacheT>
 [[nodiscard]] std::vector<std::uint64_t> answers_of(const PolicyT& policy, const CacheT& cache, Workspace& work) {
   const index_t n = cache.view().num_tokens();
   const index_t heads = cache.view().num_kv_heads();
-  std::vector<std::uint64_t> out{static_cast<std::uint64_t>(policy.next_position()), static_cast<std::uint64_t>(policy.prefix()), policy.state_bytes(),
+  std::vector<std::uint64_t> out{static_cast<std::uint64_t>(policy.next_position()),
+                                 static_cast<std::uint64_t>(policy.prefix()), policy.state_bytes(),
                                  policy.due(cache.view()) ? 1U : 0U};
   std::vector<float> flat(at(heads * n), 0.0F);
-  out.push_back(static_cast<std::uint64_t>(require_value(policy.score(cache.view(), {flat.data(), heads, n}, work)).num_non_finite));
+  out.push_back(
+      static_cast<std::uint64_t>(require_value(policy.score(cache.view(), {flat.data(), heads, n}, work)).num_non_finite));
   for (const float x : flat) out.push_back(std::bit_cast<std::uint32_t>(x));
   KeepPlan plan;
   for (index_t count = 0; count <= n; count += 5) {

@@ -123,7 +123,8 @@ class LogitTile {
     products({queries_.data, m, queries_.dim, queries_.dim}, keys, out);
     for (index_t i = 0; i < m * keys.rows; ++i) out[i] *= scale_;
     std::fill(bad_key, bad_key + keys.rows, std::uint8_t{0});
-    if (!all_finite(out, m * keys.rows)) mask_non_finite(keys, out, bad_key);  // before the cap, which makes infinities finite
+    if (m == 0 || !all_finite(out, m * keys.rows))
+      mask_non_finite(keys, out, bad_key);  // before the cap, which makes infinities finite
     if (softcap_)
       for (index_t i = 0; i < m * keys.rows; ++i)
         if (out[i] > masked_logit) out[i] = *softcap_ * std::tanh(out[i] / *softcap_);

@@ -93,6 +93,9 @@ class ContinualFps {
 
   /// The rows that `reduce` would keep, ascending, without doing it: at most `n_min`, written to `out`. No allocation.
   [[nodiscard]] Result<index_t> would_keep(std::span<slot_t> out, Workspace& work) const {
+    const index_t count = std::min(size_, n_min_);
+    if (static_cast<index_t>(out.size()) < count)
+      return detail::invalid("out has room for ", out.size(), " rows: ", count, " are needed");
     if (Status s = work.require(workspace_size()); !s) return s;
     const Workspace::Frame frame(work);
     Reduction r(work, size_, *this);

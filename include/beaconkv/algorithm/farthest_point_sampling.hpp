@@ -92,7 +92,7 @@ class FpsRun {
     std::fill(sum_.begin(), sum_.end(), 0.0);
     for (index_t i = 0; i < n_; ++i)
       for (index_t d = 0; d < dim_; ++d) sum_[at(d)] += static_cast<double>(point(i)[d]);
-    const double n = static_cast<double>(n_);
+    const double n = static_cast<double>(std::count(state_.begin(), state_.end(), free_finite));
     for (index_t i = 0; i < n_; ++i) {
       double mean = 0;
       for (index_t d = 0; d < dim_; ++d) {

@@ -28,7 +28,7 @@ enum class SparedLookAlike : std::uint8_t {
 struct RedundancyOptions {
   float threshold = 0.5F;  ///< cosine above which two keys are look-alikes
   SparedLookAlike spared = SparedLookAlike::last;
-  float ratio = 0.1F;  ///< of `first_percent` only
+  double ratio = 0.1;  ///< of `first_percent` only
   /// Published: a row without any look-alike spares column 0, which makes the oldest token look less redundant. False: it
   /// spares none.
   bool spare_column_zero = true;
@@ -37,10 +37,9 @@ struct RedundancyOptions {
 [[nodiscard]] inline Status validate(const RedundancyOptions& options, index_t keys) {
   if (!(options.threshold >= -1.0F && options.threshold <= 1.0F))
     return detail::invalid("redundancy.threshold = ", options.threshold, ": must be between -1 and 1");
-  if (options.spared == SparedLookAlike::first_percent && !(options.ratio > 0.0F && options.ratio <= 1.0F))
+  if (options.spared == SparedLookAlike::first_percent && !(options.ratio > 0 && options.ratio <= 1))
     return detail::invalid("redundancy.ratio = ", options.ratio, ": must be above 0 and at most 1");
-  if (options.spared == SparedLookAlike::first_percent &&
-      static_cast<index_t>(static_cast<double>(keys) * static_cast<double>(options.ratio)) < 1)
+  if (options.spared == SparedLookAlike::first_percent && static_cast<index_t>(static_cast<double>(keys) * options.ratio) < 1)
     return detail::invalid("redundancy.ratio = ", options.ratio, ": no entry of ", keys, " keys is left");
   return {};
 }
@@ -74,7 +73,7 @@ struct RedundancyScratch {
   // The published code sorts "column number where alike, else 0" and takes entry int(L * ratio) - 1.
   index_t alike = 0;
   for (index_t j = 1; j < keys; ++j) alike += strip[j * rows + r] > options.threshold ? 1 : 0;
-  index_t rank = static_cast<index_t>(static_cast<double>(keys) * static_cast<double>(options.ratio)) - 1 - (keys - alike);
+  index_t rank = static_cast<index_t>(static_cast<double>(keys) * options.ratio) - 1 - (keys - alike);
   for (index_t j = 1; rank >= 0 && j < keys; ++j)
     if (strip[j * rows + r] > options.threshold && rank-- == 0) return j;
   return 0;
@@ -96,6 +95,7 @@ struct RedundancyScratch {
 template <class Keys>
 [[nodiscard]] Status key_redundancy_means(const Keys& keys, index_t n, index_t dim, const RedundancyOptions& options,
                                           std::span<float> out, Workspace& work) {
+  if (dim < 1) return detail::invalid("dim = ", dim, ": must be at least 1");
   if (Status s = validate(options, n); !s) return s;
   if (static_cast<index_t>(out.size()) != n) return detail::invalid("out has ", out.size(), " numbers: there are ", n, " keys");
   if (Status s = work.require(key_redundancy_workspace_size(n, dim)); !s) return s;
@@ -108,8 +108,11 @@ template <class Keys>
     for (index_t i = 0; i < rows.rows; ++i) {
       float* const unit = scratch.unit.data() + (j + i) * dim;
       const float* const key = rows.row(i);
-      const float norm = detail::all_finite(key, dim) ? std::sqrt(detail::dot(key, key, dim)) + 1e-8F : 0.0F;
-      for (index_t d = 0; d < dim; ++d) unit[d] = norm > 0 ? key[d] / norm : 0.0F;
+      const bool finite = detail::all_finite(key, dim);
+      double square = 0;  // in float, that of a long key would overflow
+      for (index_t d = 0; d < dim; ++d) square += static_cast<double>(key[d]) * static_cast<double>(key[d]);
+      const double norm = std::sqrt(square) + 1e-8;
+      for (index_t d = 0; d < dim; ++d) unit[d] = finite ? static_cast<float>(static_cast<double>(key[d]) / norm) : 0.0F;
     }
   }
 

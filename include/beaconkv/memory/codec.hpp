@@ -85,6 +85,7 @@ constexpr void encode_to(float value, float16& out) noexcept {
 
 /// `value` as `T`, rounded to nearest, ties to even; too large becomes infinity, NaN stays NaN.
 template <class T>
+requires requires(float value, T& out) { detail::encode_to(value, out); }
 [[nodiscard]] constexpr T encode(float value) noexcept {
   T out{};
   detail::encode_to(value, out);

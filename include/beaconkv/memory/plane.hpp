@@ -78,6 +78,8 @@ template <class T>
     return invalid(name, ".pages is null for paged memory");
   if (plane.stride.dim == 0 || (plane.stride.token == 0 && plane.capacity > 1))
     return invalid(name, ".stride: dim = ", plane.stride.dim, ", token = ", plane.stride.token, ": must not be 0");
+  if (plane.stride.head == 0 && plane.heads > 1 && plane.capacity > 0)
+    return invalid(name, ".stride: head = 0: ", plane.heads, " heads must not share their rows");
   if (plane.pages != nullptr)
     for (index_t p = 0; p < plane.capacity / (plane.page_size > 0 ? plane.page_size : 1); ++p)
       if (plane.pages[p] < 0) return invalid(name, ".pages[", p, "] = ", plane.pages[p], ": must not be negative");

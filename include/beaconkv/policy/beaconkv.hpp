@@ -70,7 +70,7 @@ class BeaconKV : public EvictionPolicy<BeaconQueries, ScorerT, ScheduleT> {
     const typename Base::Parts parts{.observer = {.n_beacon = options.n_beacon, .n_recent_queries = options.n_recent_queries},
                                      .scorer = std::move(scorer),
                                      .schedule = options.budget,
-                                     .protection = {options.n_prefix, options.n_recent_kv, {}},
+                                     .protection = {options.n_prefix, options.n_recent_kv},
                                      .rope = rope};
     if (Status s = Base::validate_parts(shape, parts); !s) return s;
     return BeaconKV(shape, parts);

@@ -10,6 +10,7 @@
 #include <optional>
 #include <span>
 #include <utility>
+#include <vector>
 
 #include "beaconkv/algorithm/rope.hpp"
 #include "beaconkv/memory/compact.hpp"
@@ -92,14 +93,15 @@ class EvictionPolicy {
   /// Protects the positions `[range.first, range.last)` from now on. Protected tokens still take part in the softmax and the
   /// pool. Allocates.
   [[nodiscard]] Status protect(Range range) {
-    if (Status s = detail::validate_range(range, 0); !s) return s;
-    for (const Range& r : protection_.ranges)
+    if (range.first < 0 || range.last <= range.first)
+      return detail::invalid("range = [", range.first, ", ", range.last, "): must be ascending and not negative");
+    for (const Range& r : protected_ranges_)
       if (range.first < r.last && r.first < range.last)
         return detail::invalid("range = [", range.first, ", ", range.last, "): overlaps the protected [", r.first, ", ", r.last,
                                ")");
-    const auto behind = std::find_if(protection_.ranges.begin(), protection_.ranges.end(),
-                                     [&](const Range& r) { return r.first > range.first; });
-    protection_.ranges.insert(behind, range);
+    const auto behind =
+        std::find_if(protected_ranges_.begin(), protected_ranges_.end(), [&](const Range& r) { return r.first > range.first; });
+    protected_ranges_.insert(behind, range);
     return {};
   }
 
@@ -142,10 +144,9 @@ class EvictionPolicy {
     if (Status s = work.require(score_workspace_size(cache.num_tokens())); !s) return s;
     const Workspace::Frame frame(work);
     const index_t rows = observer_.rows();
-    const ObservationMemory memory = take_observations(work, rows);
-    if (Status s = observer_.write_rows(rope(), next_position_ - 1, memory.queries.data(), memory.positions.data(), work); !s)
-      return s;
-    const Observations observations{memory.queries.data(), memory.positions, shape_.query_heads, rows, shape_.head_dim};
+    const auto [queries, positions] = take_observations(work, rows);
+    if (Status s = observer_.write_rows(rope(), next_position_ - 1, queries.data(), positions.data(), work); !s) return s;
+    const Observations observations{queries.data(), positions, shape_.query_heads, rows, shape_.head_dim};
     return scorer_.score(cache, observations, candidates_of(cache), out, work);
   }
 
@@ -167,7 +168,7 @@ class EvictionPolicy {
     index_t shortfall = 0;
     for (index_t h = 0; h < (one_set ? 1 : shape_.kv_heads); ++h) {
       const Result<index_t> beyond =
-          detail::select_head(cache, h, scores.row(h), candidates, protection_.ranges, target, plan, work);
+          detail::select_head(cache, h, scores.row(h), candidates, protected_ranges_, target, plan, work);
       if (!beyond) return beyond.status();
       shortfall = std::max(shortfall, *beyond);
     }
@@ -184,11 +185,11 @@ class EvictionPolicy {
     const index_t target = schedule_.target(state);
     const Range open = candidates_of(cache);
     for (index_t h = 0; target < state.tokens && h < (detail::keeps_one_set<Cache>() ? 1 : shape_.kv_heads); ++h) {
-      const index_t fixed = state.tokens - detail::num_open(cache, h, open, protection_.ranges);
+      const index_t fixed = state.tokens - detail::num_open(cache, h, open, protected_ranges_);
       if (fixed > target)
         return detail::invalid("the budget keeps ", target, " of ", state.tokens, " tokens, but ", fixed,
                                " are protected (prefix ", state.prefix, ", n_recent_kv ", state.recent, ", ranges ",
-                               protection_.ranges.size(), ")");
+                               protected_ranges_.size(), ")");
     }
     // A scorer that follows plans looks at a cache of exactly its budget, too, where an eviction is due.
     if (target == state.tokens && !(follows_plans && due(cache))) return plan_everything(cache, plan);
@@ -237,9 +238,8 @@ class EvictionPolicy {
     if (Status s = validate(shape); !s) return s;
     if (Status s = validate(parts.observer, shape); !s) return s;
     if (Status s = parts.scorer.validate(shape); !s) return s;
-    const Protection& p = parts.protection;
-    if (Status s = validate(p); !s) return s;
-    if (Status s = parts.schedule.validate(p.n_prefix, p.n_recent_kv); !s) return s;
+    if (Status s = validate(parts.protection); !s) return s;
+    if (Status s = parts.schedule.validate(parts.protection.n_prefix, parts.protection.n_recent_kv); !s) return s;
     if (ObserverT::needs_rope && parts.rope.empty()) return detail::invalid("rope: this policy needs a RopeTable");
     if (!parts.rope.empty() && parts.rope.head_dim() != shape.head_dim)
       return detail::invalid("rope.head_dim = ", parts.rope.head_dim(), ": must be shape.head_dim = ", shape.head_dim);
@@ -251,14 +251,10 @@ class EvictionPolicy {
     scorer.commit(plan, shape);
   };
 
-  struct ObservationMemory {
-    std::span<float> queries;
-    std::span<position_t> positions;
-  };
-  ObservationMemory take_observations(Workspace& work, index_t rows) const {
-    const index_t n = shape_.query_heads * rows;
-    const std::span<float> queries = work.take<float>(n * shape_.head_dim);
-    return {queries, work.take<position_t>(n)};
+  /// Scratch for the queries and the positions of `rows` rows of every query head.
+  std::pair<std::span<float>, std::span<position_t>> take_observations(Workspace& work, index_t rows) const {
+    const std::span<float> queries = work.take<float>(shape_.query_heads * rows * shape_.head_dim);
+    return {queries, work.take<position_t>(shape_.query_heads * rows)};
   }
 
   [[nodiscard]] const RopeTable* rope() const noexcept { return rope_.empty() ? nullptr : &rope_; }
@@ -369,6 +365,7 @@ class EvictionPolicy {
   ScorerT scorer_;
   ScheduleT schedule_;
   Protection protection_;
+  std::vector<Range> protected_ranges_;  // of positions, ascending
   RopeTable rope_;
   Reduce shared_reduce_;
   position_t next_position_ = 0;

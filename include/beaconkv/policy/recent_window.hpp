@@ -32,7 +32,7 @@ class RecentWindow : public EvictionPolicy<NoQueries, ScorerT, ScheduleT> {
   /// The policy, or what is wrong with its options.
   [[nodiscard]] static Result<RecentWindow> make(const Shape& shape, const Options& options, ScorerT scorer = {}) {
     const typename Base::Parts parts{
-        .observer = {}, .scorer = std::move(scorer), .schedule = options.budget, .protection = {options.n_prefix, 0, {}}};
+        .observer = {}, .scorer = std::move(scorer), .schedule = options.budget, .protection = {options.n_prefix, 0}};
     if (Status s = Base::validate_parts(shape, parts); !s) return s;
     return RecentWindow(shape, parts);
   }

@@ -70,7 +70,7 @@ class RPC : public EvictionPolicy<RecentQueries, ScorerT, ScheduleT> {
         .observer = {.count = options.n_recent_queries, .newest_twice = options.newest_query_twice},
         .scorer = std::move(scorer),
         .schedule = options.budget,
-        .protection = {options.n_prefix, options.n_recent_kv, {}},
+        .protection = {options.n_prefix, options.n_recent_kv},
         .rope = std::move(rope)};
     if (Status s = Base::validate_parts(shape, parts); !s) return s;
     return RPC(shape, parts);

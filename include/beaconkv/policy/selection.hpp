@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <span>
-#include <vector>
 
 #include "beaconkv/algorithm/top_k.hpp"
 #include "beaconkv/memory/cache_buffer.hpp"
@@ -18,33 +17,13 @@ namespace beaconkv::inline v0 {
 struct Protection {
   std::optional<index_t> n_prefix{};  ///< positions below this; default: the prompt (the tokens given to `prefill`)
   index_t n_recent_kv = 0;            ///< the newest slots
-  std::vector<Range> ranges{};        ///< further positions, ascending and disjoint
 };
 
-namespace detail {
-
-/// Empty, or what is wrong with `range` as a successor of ranges that end at `end`.
-[[nodiscard]] inline Status validate_range(const Range& range, std::int64_t end) {
-  if (range.first < 0 || range.last <= range.first)
-    return invalid("range = [", range.first, ", ", range.last, "): must be ascending and not negative");
-  if (range.first < end)
-    return invalid("range = [", range.first, ", ", range.last, "): must begin at or behind ", end,
-                   ", where the one before it ends");
-  return {};
-}
-
-}  // namespace detail
-
-/// Counts that are not negative; ranges ascending and disjoint.
+/// Counts that are not negative.
 [[nodiscard]] inline Status validate(const Protection& protection) {
   if (protection.n_prefix && *protection.n_prefix < 0)
     return detail::invalid("n_prefix = ", *protection.n_prefix, ": must not be negative");
   if (protection.n_recent_kv < 0) return detail::invalid("n_recent_kv = ", protection.n_recent_kv, ": must not be negative");
-  std::int64_t end = 0;
-  for (const Range& range : protection.ranges) {
-    if (Status s = detail::validate_range(range, end); !s) return s;
-    end = range.last;
-  }
   return {};
 }
 

@@ -64,7 +64,7 @@ class SnapKV : public EvictionPolicy<RecentQueries, ScorerT, ScheduleT> {
     const typename Base::Parts parts{.observer = {.count = options.n_recent_queries},
                                      .scorer = std::move(scorer),
                                      .schedule = options.budget,
-                                     .protection = {options.n_prefix, options.n_recent_kv, {}},
+                                     .protection = {options.n_prefix, options.n_recent_kv},
                                      .rope = std::move(rope)};
     if (Status s = Base::validate_parts(shape, parts); !s) return s;
     return SnapKV(shape, parts);
