@@ -44,7 +44,7 @@ function(beaconkv_all_built pattern)
   foreach(source IN LISTS sources)
     cmake_path(REMOVE_EXTENSION source OUTPUT_VARIABLE name)
     if(NOT TARGET ${name})
-      message(WARNING "${CMAKE_CURRENT_SOURCE_DIR}/CMakeLists.txt does not build ${source}") # GUARD: FATAL_ERROR in the end
+      message(FATAL_ERROR "${CMAKE_CURRENT_SOURCE_DIR}/CMakeLists.txt does not build ${source}")
     endif()
   endforeach()
 endfunction()

@@ -233,6 +233,7 @@ TEST_CASE("R-KV equals the reference where the engine evicts at moments of its o
 TEST_CASE("R-KV follows the published protocol from beginning to end, in both orders", "[rkv]") {
   Random random;
   CAPTURE(random.seed());
+  index_t compared = 0;
   struct Setting {
     index_t prompt, budget, window, interval;
     float lambda;
@@ -265,11 +266,14 @@ TEST_CASE("R-KV follows the published protocol from beginning to end, in both or
                                    .order = chronological ? RKVOrder::chronological : RKVOrder::published},
                                   tokens, s.prompt);
       REQUIRE(got.lengths == want.lengths);
+      if (want.margin < 3e-7) continue;
+      ++compared;
       for (auto& eviction : want.kept)
         for (auto& head : eviction) std::sort(head.begin(), head.end());
       REQUIRE(want.kept.size() >= 4);
       REQUIRE(got.kept == want.kept);
     }
+  REQUIRE(compared >= 6);
 }
 
 TEST_CASE("the two orders of R-KV really differ", "[rkv]") {

@@ -168,6 +168,7 @@ TEST_CASE("RPC equals the reference for every option", "[rpc]") {
 TEST_CASE("RPC follows the published protocol from beginning to end", "[rpc]") {
   Random random;
   CAPTURE(random.seed());
+  index_t compared = 0;
   struct Setting {
     index_t prompt, period, window, ratio;
     bool shared, twice;
@@ -193,6 +194,8 @@ TEST_CASE("RPC follows the published protocol from beginning to end", "[rpc]") {
     const reference::Protocol want =
         reference::rpc_protocol(q, k, s.prompt, s.period, s.window, s.ratio, s.shared, {PoolKind::average, 7}, s.twice);
     REQUIRE(want.kept.size() == 3);
+    if (want.margin < 3e-7) continue;
+    ++compared;
 
     RPC<> policy(shape, {.budget = {.period = s.period, .ratio = s.ratio},
                          .n_recent_queries = s.window,
@@ -226,6 +229,7 @@ TEST_CASE("RPC follows the published protocol from beginning to end", "[rpc]") {
     REQUIRE(kept == want.kept);
     REQUIRE(policy.schedule().evictions == 3);
   }
+  REQUIRE(compared >= 4);
 }
 
 TEST_CASE("the published protocol of the reference itself gives RPC's lengths", "[rpc]") {

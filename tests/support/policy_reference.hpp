@@ -70,9 +70,20 @@ struct Moment {
 };
 
 struct Scores {
-  Matrix of_head{};        ///< [KV head][slot]; outside the candidates without meaning
-  double logit_bound = 0;  ///< |query| |key| scale at most: what rounding errors grow with
+  Matrix of_head{};          ///< [KV head][slot]; outside the candidates without meaning
+  double largest = 0;        ///< of a candidate's score, its parts taken by their size: rounding errors are relative to it
+  double logit_bound = 0;    ///< |query| |key| scale at most: what rounding errors grow with
+  double margin = infinity;  ///< of a cosine to R-KV's threshold, at least: below rounding errors its side is a matter of luck
 };
+
+/// How near a cosine of two keys comes to the threshold.
+[[nodiscard]] inline double threshold_margin(const Matrix& keys, double threshold) {
+  double margin = infinity;
+  for (std::size_t i = 0; i < keys.size(); ++i)
+    for (std::size_t j = 0; j < i; ++j)
+      if (finite(keys[i]) && finite(keys[j])) margin = std::min(margin, std::abs(cosine(keys[i], keys[j]) - threshold));
+  return margin;
+}
 
 /// What is scored and kept, in the words of SPEC. Queries are pre-RoPE.
 struct PolicySettings {
@@ -168,8 +179,12 @@ class Policy {
           positions[h][r] = cache.positions[h][static_cast<std::size_t>(slots[r])];
         }
       }
-    out.of_head = importance(keys, positions, candidates(cache), out.logit_bound);
-    if (s_.redundancy) subtract_redundancy(keys, out.of_head);
+    const Range open = candidates(cache);
+    out.of_head = importance(keys, positions, open, out.logit_bound);
+    if (s_.redundancy) subtract_redundancy(keys, open, out);
+    for (const Row& row : out.of_head)
+      for (std::int64_t j = open.first; j < open.last; ++j)
+        if (const double x = std::abs(row[static_cast<std::size_t>(j)]); x > out.largest) out.largest = x;
     if (s_.published_order)
       for (std::size_t h = 0; h < keys.size(); ++h) {
         const std::vector<slot_t> slots = slots_by_rank(cache, h);
@@ -307,11 +322,18 @@ class Policy {
     for (Row& row : scores) row = one;
   }
 
-  void subtract_redundancy(const std::vector<Matrix>& keys, Matrix& scores) const {
+  void subtract_redundancy(const std::vector<Matrix>& keys, Range open, Scores& out) const {
     const Redundancy& r = *s_.redundancy;
     for (std::size_t h = 0; h < keys.size(); ++h) {
       const Row redundant = softmax(redundancy_means(keys[h], r.threshold, r.spare, r.ratio));
-      for (std::size_t j = 0; j < scores[h].size(); ++j) scores[h][j] = r.lambda * scores[h][j] - (1 - r.lambda) * redundant[j];
+      out.margin = std::min(out.margin, threshold_margin(keys[h], r.threshold));
+      for (std::size_t j = 0; j < redundant.size(); ++j) {
+        double& score = out.of_head[h][j];
+        const double size = r.lambda * score + (1 - r.lambda) * redundant[j];
+        const auto slot = static_cast<std::int64_t>(j);
+        if (open.first <= slot && slot < open.last && size > out.largest) out.largest = size;
+        score = r.lambda * score - (1 - r.lambda) * redundant[j];
+      }
     }
   }
 
@@ -365,6 +387,7 @@ struct Schedule {
 struct Protocol {
   std::vector<index_t> lengths{};                            ///< of the cache after the prompt, then after each token
   std::vector<std::vector<std::vector<position_t>>> kept{};  ///< of each compression: positions of each KV head, stored order
+  double margin = infinity;  ///< the smallest difference that decided something: below rounding errors, luck
 };
 
 namespace protocol {
@@ -376,11 +399,12 @@ namespace protocol {
   return out;
 }
 
-/// Indices of the `n` largest, best first, lower index first among equals.
-[[nodiscard]] inline std::vector<std::size_t> best(const Row& scores, std::size_t n) {
+/// Indices of the `n` largest, best first, lower index first among equals. Lowers `margin` to the step behind the last one.
+[[nodiscard]] inline std::vector<std::size_t> best(const Row& scores, std::size_t n, double& margin) {
   std::vector<std::size_t> order(scores.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
   std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) { return scores[a] > scores[b]; });
+  if (n > 0 && n < order.size()) margin = std::min(margin, scores[order[n - 1]] - scores[order[n]]);
   order.resize(std::min(order.size(), n));
   return order;
 }
@@ -432,7 +456,8 @@ namespace protocol {
         Row mean(n, 0.0);
         for (std::size_t g = first; g < last; ++g)
           for (std::size_t j = 0; j < n; ++j) mean[j] += weights[g][j] / static_cast<double>(last - first);
-        std::vector<std::size_t> chosen = protocol::best(pool(mean, kernel), static_cast<std::size_t>((done + 1) * step));
+        std::vector<std::size_t> chosen =
+            protocol::best(pool(mean, kernel), static_cast<std::size_t>((done + 1) * step), out.margin);
         std::sort(chosen.begin(), chosen.end());
         std::vector<position_t> next(cached[h].begin(), cached[h].begin() + prompt);
         for (const std::size_t j : chosen) next.push_back(cached[h][static_cast<std::size_t>(prompt) + j]);
@@ -479,9 +504,10 @@ namespace protocol {
         }
         const Row important = pool(mean, kernel);
         const Row redundant = softmax(redundancy_means(keys, 0.5, spare));
+        out.margin = std::min(out.margin, threshold_margin(keys, 0.5));
         Row z(candidates.size());
         for (std::size_t j = 0; j < z.size(); ++j) z[j] = lambda * important[j] - (1 - lambda) * redundant[j];
-        std::vector<std::size_t> chosen = protocol::best(z, static_cast<std::size_t>(budget - window));
+        std::vector<std::size_t> chosen = protocol::best(z, static_cast<std::size_t>(budget - window), out.margin);
         if (chronological) std::sort(chosen.begin(), chosen.end());
         std::vector<position_t> next;
         for (const std::size_t j : chosen) next.push_back(cached[h][j]);

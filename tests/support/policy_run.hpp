@@ -250,17 +250,19 @@ struct RunReport {
   index_t samplings = 0;  ///< reductions of a beacon buffer
   index_t ambiguous = 0;  ///< of samplings and evictions: the reference's own choice hung on a difference below rounding errors
   double worst = 0;       ///< difference of a score to the reference's, in units of what is allowed
+  index_t unclear = 0;    ///< evictions whose scores hung on a pair of keys at R-KV's threshold: one pair may stay for several
 
   void add(const RunReport& other) {
     evictions += other.evictions;
     samplings += other.samplings;
     ambiguous += other.ambiguous;
+    unclear += other.unclear;
     worst = std::max(worst, other.worst);
   }
   /// Fails where nothing was compared, or so little was clear-cut that the comparison says nothing.
   void require_sound() const {
-    CAPTURE(evictions, samplings, ambiguous, worst);
-    REQUIRE(evictions > 0);
+    CAPTURE(evictions, samplings, ambiguous, unclear, worst);
+    REQUIRE(evictions > 2 * unclear);
     REQUIRE(ambiguous <= 2 + (samplings + evictions) / 50);
   }
 };
@@ -409,12 +411,10 @@ class Duo {
   reference::Scores compare_scores(const ScoreMatrix& scores) {
     reference::Scores expected = reference.scores(reference_cache);
     const Range open = reference.candidates(reference_cache);
-    double top = 0;
-    for (const reference::Row& row : expected.of_head)
-      for (std::int64_t j = open.first; j < open.last; ++j)
-        if (!std::isnan(row[at(j)])) top = std::max(top, std::abs(row[at(j)]));
     // Each logit is a rotated dot product in float: a few units in the last place of |q||k|; the weights inherit it relatively.
-    tolerance_ = (4 * 0x1p-24 * expected.logit_bound + 1e-6) * top;
+    tolerance_ = (4 * 0x1p-24 * expected.logit_bound + 1e-6) * expected.largest;
+    clear_ = expected.margin > 3e-7;
+    report.unclear += clear_ ? 0 : 1;
     double worst = 0;
     index_t nan_mismatches = 0;
     for (index_t h = 0; h < scores.heads; ++h)
@@ -424,10 +424,10 @@ class Duo {
         nan_mismatches += std::isnan(got) != std::isnan(want) ? 1 : 0;
         if (!std::isnan(got) && !std::isnan(want)) worst = std::max(worst, std::abs(got - want));
       }
-    CAPTURE(worst, tolerance_, top, cache.view().num_tokens());
+    CAPTURE(worst, tolerance_, expected.largest, cache.view().num_tokens());
     REQUIRE(nan_mismatches == 0);
-    REQUIRE(worst <= tolerance_);
-    if (tolerance_ > 0) report.worst = std::max(report.worst, worst / tolerance_);
+    if (clear_) REQUIRE(worst <= tolerance_);
+    if (clear_ && tolerance_ > 0) report.worst = std::max(report.worst, worst / tolerance_);
     if (one_set) {
       reference::Row shared(expected.of_head.front().size());
       for (std::size_t j = 0; j < shared.size(); ++j) {
@@ -446,8 +446,8 @@ class Duo {
   std::vector<std::vector<slot_t>> compare_plan(const KeepPlan& plan, const KeepPlan& separate, const ScoreMatrix& scores,
                                                 const reference::Scores& expected, index_t target) {
     const index_t n = cache.view().num_tokens();
-    REQUIRE(plan.sets() == (one_set || plan.keeps_all() ? plan.sets() : cache.view().num_kv_heads()));
     if (one_set) REQUIRE(plan.sets() == 1);
+    if (!one_set && !plan.keeps_all()) REQUIRE(plan.sets() == cache.view().num_kv_heads());
     std::vector<std::vector<slot_t>> all;
     for (index_t h = 0; h < cache.view().num_kv_heads(); ++h) {
       const std::vector<slot_t> kept = slots_of(plan.kept(h));
@@ -489,7 +489,7 @@ class Duo {
   }
 
   void compare_with_exact_choice(const reference::Row& exact, const std::vector<float>& own, index_t wanted) {
-    if (wanted <= 0 || wanted >= static_cast<index_t>(exact.size())) return;
+    if (!clear_ || wanted <= 0 || wanted >= static_cast<index_t>(exact.size())) return;
     const auto low = [](double x) { return std::isnan(x) ? -reference::infinity : x; };
     reference::Row sorted;
     for (const double x : exact) sorted.push_back(low(x));
@@ -548,7 +548,8 @@ class Duo {
   }
 
   std::map<position_t, std::pair<reference::Matrix, reference::Matrix>> seen_{};
-  double tolerance_ = 0;
+  double tolerance_ = 0;  // of the scores compared last
+  bool clear_ = true;     // the reference's scores hang on no cosine at R-KV's threshold
 };
 
 /// Makes one number of some rows of `rows` NaN or infinite.
