@@ -27,8 +27,7 @@ namespace {
   RKVOptions<> options = importance_of(c);
   options.lambda = static_cast<float>(c.number("mix_lambda"));
   options.redundancy.spared = spared_of(c);
-  if (c.has_param("retain_ratio"))
-    options.redundancy.ratio = c.number("retain_ratio");
+  if (c.has_param("retain_ratio")) options.redundancy.ratio = c.number("retain_ratio");
   if (c.has_param("threshold")) options.redundancy.threshold = static_cast<float>(c.number("threshold"));
   return options;
 }
