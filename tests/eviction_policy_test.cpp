@@ -627,6 +627,40 @@ TEST_CASE("a prompt of the capacity fits the workspace, a longer one is refused 
   REQUIRE(policy.observer().rows() == 4);
 }
 
+TEST_CASE("the workspace fits the prompt where that takes more than the scores", "[policy]") {
+  // One query head of many dimensions and few observed rows.
+  const Shape shape{.query_heads = 1, .kv_heads = 1, .head_dim = 256};
+  BeaconKV<> policy(shape, {.budget = {.max = 24}, .n_beacon = 1, .n_recent_queries = 1, .n_recent_kv = 4},
+                    RopeTable({.head_dim = 256}));
+  const std::vector<float> queries = Random(4).normals(300 * 256);
+  Workspace work(policy.workspace_size(300));
+  require_ok(policy.prefill(QueryView::token_major(queries.data(), 300, 1, 256), work));
+  REQUIRE(work.peak() <= work.capacity());
+  REQUIRE(policy.observer().rows() == 1);
+}
+
+TEST_CASE("select says how many tokens protection keeps beyond what was asked for", "[policy]") {
+  Random random;
+  CAPTURE(random.seed());
+  SnapKV<> policy = small_snapkv();  // prefix 2, window 4
+  Stream stream = small_stream(random);
+  TestCache<> cache(small_shape, 40);
+  Workspace work(policy.workspace_size(40));
+  feed(policy, cache, stream, 40);
+  std::vector<float> flat(80);
+  require_value(policy.score(cache.view(), {flat.data(), 2, 40}, work));
+  KeepPlan plan;
+  for (const index_t keep : {0, 5, 6, 7, 40, 41}) {
+    require_ok(policy.select(cache.view(), {flat.data(), 2, 40}, work, plan, keep));
+    CAPTURE(keep);
+    REQUIRE(plan.num_kept(0) == std::clamp<index_t>(keep, 6, 40));
+    REQUIRE(plan.num_kept(1) == plan.num_kept(0));
+    REQUIRE(plan.shortfall() == std::max<index_t>(0, 6 - keep));
+  }
+  require_ok(policy.select(cache.view(), {flat.data(), 2, 40}, work, plan));  // what the schedule aims at
+  REQUIRE(plan.num_kept(0) == small_budget);
+}
+
 TEST_CASE("several policies may take turns with one workspace", "[policy]") {
   Random random;
   CAPTURE(random.seed());

@@ -117,6 +117,18 @@ TEST_CASE("RecentQueries holds the newest tokens' queries, oldest first", "[obse
       }
 }
 
+TEST_CASE("RecentQueries that has seen nothing shows nothing, not twice either", "[observer]") {
+  for (const bool twice : {false, true}) {
+    RecentQueries observer(shape, {.count = 5, .newest_twice = twice});
+    REQUIRE(observer.rows() == 0);
+    REQUIRE(show(observer, nullptr, 0).rows[0].empty());
+    Random random;
+    const Sequence sequence(random, 1);
+    require_ok(observer.observe({sequence.view(0, 1), 0}));
+    REQUIRE(observer.rows() == (twice ? 2 : 1));
+  }
+}
+
 TEST_CASE("RecentQueries takes a prompt of any length and in any chunks", "[observer]") {
   Random random;
   CAPTURE(random.seed());

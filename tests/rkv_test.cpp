@@ -321,6 +321,12 @@ TEST_CASE("an eviction within the budget leaves the published order as it is", "
       require_ok(eager.commit(fewer));
     }
     if (p == 45) require_value(evict(eager, eager_cache.view(), work));  // 27 of 32: keeps everything
+    if (p == 46) {                                                       // nothing asked for, nothing done
+      KeepPlan none;
+      require_ok(eager.plan_free(eager_cache.view(), 0, work, none));
+      require_ok(compact(eager_cache.view(), none));
+      require_ok(eager.commit(none));
+    }
   }
   const index_t n = quiet_cache.view().num_tokens();
   std::vector<float> a(at(n), 0.0F);

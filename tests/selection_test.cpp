@@ -116,6 +116,7 @@ TEST_CASE("select_head keeps the protected slots and the best of the others", "[
     for (const slot_t i : reference::top_k(open_scores, std::max<index_t>(0, keep - fixed))) want.push_back(open[at(i)]);
     std::sort(want.begin(), want.end());
 
+    REQUIRE(detail::num_open(cache, head, candidates, ranges) == static_cast<index_t>(open.size()));
     const Chosen got = choose(cache, head, scores, candidates, ranges, keep);
     CAPTURE(trial, n, candidates.first, candidates.last, keep, as_text(ranges));
     REQUIRE(got.kept == want);

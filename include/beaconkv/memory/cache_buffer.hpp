@@ -10,8 +10,8 @@
 
 namespace beaconkv::inline v0 {
 
-/// What scoring and planning need. All heads hold the same number of tokens; `position` is strictly ascending over the slots
-/// of a head.
+/// What scoring and planning need. All heads hold the same number of tokens, and equally many of a protected prefix;
+/// `position` is strictly ascending over the slots of a head.
 ///
 /// `keys(head, first, count, scratch)` returns `count` rows of `key_dim()` floats: a pointer into the engine's own memory where
 /// that is float with unit stride, else rows decoded into `scratch` (`count * key_dim()` floats). `values` likewise.
