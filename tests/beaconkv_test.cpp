@@ -92,11 +92,7 @@ TEST_CASE("BeaconKV equals the reference over shapes, storage types, layouts and
 TEST_CASE("BeaconKV equals the reference for every option", "[beaconkv]") {
   Random random;
   CAPTURE(random.seed());
-  struct Variation {
-    const char* name;
-    void (*change)(Case&);
-  };
-  const Variation variations[] = {
+  const Variation<Case> variations[] = {
       {"as it is", [](Case&) {}},
       {"mean over queries", [](Case& c) { c.options.over_queries = Reduce::mean; }},
       {"sum over queries", [](Case& c) { c.options.over_queries = Reduce::sum; }},
@@ -156,16 +152,7 @@ TEST_CASE("BeaconKV equals the reference for every option", "[beaconkv]") {
          c.plan.decode = 150;
        }},
   };
-  for (const Variation& variation : variations) {
-    INFO(variation.name);
-    RunReport total;
-    for (const index_t kind : {0, 1, 5}) {
-      Case c = small_case();
-      variation.change(c);
-      total.add(run(c, kind, random));
-    }
-    total.require_sound();
-  }
+  require_sound_for_each(variations, small_case(), [&](const Case& c, index_t kind) { return run(c, kind, random); });
 }
 
 TEST_CASE("BeaconKV under paper_literal: one window, the prompt competes and counts", "[beaconkv]") {
@@ -351,15 +338,7 @@ TEST_CASE("BeaconKV far from position 0 decides as near it: only distances count
 TEST_CASE("BeaconKV with keys and queries that are not finite: counted, without a say, and gone first", "[beaconkv]") {
   Random random;
   CAPTURE(random.seed());
-  RunReport total;
-  for (const double share : {0.03, 0.3, 1.0})
-    for (index_t kind = 0; kind < 6; ++kind) {
-      Case c = small_case();
-      c.plan.poison = share;
-      CAPTURE(share, kind);
-      total.add(run(c, kind, random));
-    }
-  total.require_sound();
+  require_sound_when_poisoned(small_case(), [&](const Case& c, index_t kind) { return run(c, kind, random); });
 }
 
 TEST_CASE("BeaconKV refuses what cannot work, by name and value", "[beaconkv]") {

@@ -143,11 +143,7 @@ TEST_CASE("R-KV equals the reference over shapes, storage types, layouts and inp
 TEST_CASE("R-KV equals the reference for every option, in both orders", "[rkv]") {
   Random random;
   CAPTURE(random.seed());
-  struct Variation {
-    const char* name;
-    void (*change)(Case&);
-  };
-  const Variation variations[] = {
+  const Variation<Case> variations[] = {
       {"as it is", [](Case&) {}},
       {"as published", [](Case& c) { c.options = {.budget = {.tokens = 40, .interval = 16}}; }},
       {"importance alone", [](Case& c) { c.options.lambda = 1; }},
@@ -200,7 +196,7 @@ TEST_CASE("R-KV equals the reference for every option, in both orders", "[rkv]")
          c.plan.protect = {{3, 9}, {20, 21}};
        }},
   };
-  for (const Variation& variation : variations)
+  for (const Variation<Case>& variation : variations)
     for (const RKVOrder order : {RKVOrder::chronological, RKVOrder::published}) {
       INFO(variation.name << (order == RKVOrder::published ? ", published order" : ""));
       RunReport total;

@@ -98,11 +98,7 @@ TEST_CASE("RPC equals the reference over shapes, storage types, layouts and inpu
 TEST_CASE("RPC equals the reference for every option", "[rpc]") {
   Random random;
   CAPTURE(random.seed());
-  struct Variation {
-    const char* name;
-    void (*change)(Case&);
-  };
-  const Variation variations[] = {
+  const Variation<Case> variations[] = {
       {"as it is", [](Case&) {}},
       {"the newest query twice", [](Case& c) { c.options.newest_query_twice = true; }},
       {"the newest and only query",
@@ -153,16 +149,7 @@ TEST_CASE("RPC equals the reference for every option", "[rpc]") {
          c.plan.protect = {{13, 17}, {30, 31}};
        }},
   };
-  for (const Variation& variation : variations) {
-    INFO(variation.name);
-    RunReport total;
-    for (const index_t kind : {0, 1, 5}) {
-      Case c = small_case();
-      variation.change(c);
-      total.add(run(c, kind, random));
-    }
-    total.require_sound();
-  }
+  require_sound_for_each(variations, small_case(), [&](const Case& c, index_t kind) { return run(c, kind, random); });
 }
 
 TEST_CASE("RPC follows the published protocol from beginning to end", "[rpc]") {
@@ -304,15 +291,7 @@ TEST_CASE("[E1] RPC's order: probabilities first, then the mean over heads", "[r
 TEST_CASE("RPC with keys and queries that are not finite: counted, without a say, and gone first", "[rpc]") {
   Random random;
   CAPTURE(random.seed());
-  RunReport total;
-  for (const double share : {0.03, 0.3, 1.0})
-    for (index_t kind = 0; kind < 6; ++kind) {
-      Case c = small_case();
-      c.plan.poison = share;
-      CAPTURE(share, kind);
-      total.add(run(c, kind, random));
-    }
-  total.require_sound();
+  require_sound_when_poisoned(small_case(), [&](const Case& c, index_t kind) { return run(c, kind, random); });
 }
 
 TEST_CASE("RPC refuses what cannot work, by name and value", "[rpc]") {

@@ -95,11 +95,7 @@ TEST_CASE("SnapKV equals the reference over shapes, storage types, layouts and i
 TEST_CASE("SnapKV equals the reference for every option", "[snapkv]") {
   Random random;
   CAPTURE(random.seed());
-  struct Variation {
-    const char* name;
-    void (*change)(Case&);
-  };
-  const Variation variations[] = {
+  const Variation<Case> variations[] = {
       {"as it is", [](Case&) {}},
       {"max over queries", [](Case& c) { c.options.over_queries = Reduce::max; }},
       {"mean over queries", [](Case& c) { c.options.over_queries = Reduce::mean; }},
@@ -150,16 +146,7 @@ TEST_CASE("SnapKV equals the reference for every option", "[snapkv]") {
        }},
       {"a head for each query head", [](Case& c) { c.plan.shape.kv_heads = 4; }},
   };
-  for (const Variation& variation : variations) {
-    INFO(variation.name);
-    RunReport total;
-    for (const index_t kind : {0, 1, 5}) {
-      Case c = small_case();
-      variation.change(c);
-      total.add(run(c, kind, random));
-    }
-    total.require_sound();
-  }
+  require_sound_for_each(variations, small_case(), [&](const Case& c, index_t kind) { return run(c, kind, random); });
 }
 
 TEST_CASE("SnapKV evicts the prompt once, down to its budget, and only where it is longer", "[snapkv]") {
@@ -251,15 +238,7 @@ TEST_CASE("[E4] the pool counts the padding and stops at the window", "[snapkv]"
 TEST_CASE("SnapKV with keys and queries that are not finite: counted, without a say, and gone first", "[snapkv]") {
   Random random;
   CAPTURE(random.seed());
-  RunReport total;
-  for (const double share : {0.03, 0.3, 1.0})
-    for (index_t kind = 0; kind < 6; ++kind) {
-      Case c = small_case();
-      c.plan.poison = share;
-      CAPTURE(share, kind);
-      total.add(run(c, kind, random));
-    }
-  total.require_sound();
+  require_sound_when_poisoned(small_case(), [&](const Case& c, index_t kind) { return run(c, kind, random); });
 }
 
 TEST_CASE("SnapKV refuses what cannot work, by name and value", "[snapkv]") {

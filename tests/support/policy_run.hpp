@@ -267,6 +267,42 @@ struct RunReport {
   }
 };
 
+/// One option of a policy's case changed.
+template <class CaseT>
+struct Variation {
+  const char* name;
+  void (*change)(CaseT&);
+};
+
+/// Every variation of `small`, in some storage types and layouts; `run(case, kind) -> RunReport`.
+template <class CaseT, std::size_t count, class Run>
+void require_sound_for_each(const Variation<CaseT> (&variations)[count], const CaseT& small, Run run) {
+  for (const Variation<CaseT>& variation : variations) {
+    INFO(variation.name);
+    RunReport total;
+    for (const index_t kind : {0, 1, 5}) {
+      CaseT c = small;
+      variation.change(c);
+      total.add(run(c, kind));
+    }
+    total.require_sound();
+  }
+}
+
+/// `small` with a share of keys and queries that are not finite, in every storage type and layout.
+template <class CaseT, class Run>
+void require_sound_when_poisoned(const CaseT& small, Run run) {
+  RunReport total;
+  for (const double share : {0.03, 0.3, 1.0})
+    for (index_t kind = 0; kind < 6; ++kind) {
+      CaseT c = small;
+      c.plan.poison = share;
+      CAPTURE(share, kind);
+      total.add(run(c, kind));
+    }
+  total.require_sound();
+}
+
 /// What a run feeds a policy with, and where it keeps the keys.
 struct RunPlan {
   Shape shape{};

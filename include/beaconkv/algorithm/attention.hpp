@@ -112,9 +112,8 @@ class LogitTile {
       : queries_(queries),
         scale_(options.scale.value_or(1.0F / std::sqrt(static_cast<float>(queries.dim)))),
         softcap_(options.logit_softcap) {
-    const auto [low, high] = std::minmax_element(queries.visible.begin(), queries.visible.end());
+    const auto low = std::min_element(queries.visible.begin(), queries.visible.end());
     all_see_below_ = low == queries.visible.end() ? 0 : *low;
-    static_cast<void>(high);
   }
 
   /// `out` [keys.rows][rows]; `first` is the slot of the first key. Marks keys that are not finite.

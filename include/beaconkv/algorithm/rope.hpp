@@ -12,7 +12,6 @@
 #include <optional>
 #include <span>
 #include <type_traits>
-#include <utility>
 #include <variant>
 #include <vector>
 
@@ -122,8 +121,12 @@ class RopeTable {
 
  private:
   void turn(float* row, position_t delta, float factor) const noexcept;
-  [[nodiscard]] std::pair<index_t, index_t> dims_of(index_t pair) const noexcept {
-    return layout_ == RopeLayout::half ? std::pair{pair, pair + pairs()} : std::pair{2 * pair, 2 * pair + 1};
+  void turn_pair(float* row, index_t pair, float cos, float sin) const noexcept {
+    float& x = row[layout_ == RopeLayout::half ? pair : 2 * pair];
+    float& y = row[layout_ == RopeLayout::half ? pair + pairs() : 2 * pair + 1];
+    const float a = x;
+    x = a * cos - y * sin;
+    y = y * cos + a * sin;
   }
 
   index_t head_dim_ = 0;
@@ -276,27 +279,14 @@ inline RopeRotation RopeTable::rotation(position_t delta, std::span<float> scrat
 }
 
 inline void RopeTable::apply(const RopeRotation& rotation, float* row, float factor) const noexcept {
-  for (index_t i = 0; i < pairs(); ++i) {
-    const auto [x, y] = dims_of(i);
-    const float c = rotation.cos[static_cast<std::size_t>(i)] * factor;
-    const float s = rotation.sin[static_cast<std::size_t>(i)] * factor;
-    const float a = row[x];
-    const float b = row[y];
-    row[x] = a * c - b * s;
-    row[y] = b * c + a * s;
-  }
+  for (index_t i = 0; i < pairs(); ++i)
+    turn_pair(row, i, rotation.cos[static_cast<std::size_t>(i)] * factor, rotation.sin[static_cast<std::size_t>(i)] * factor);
 }
 
 inline void RopeTable::turn(float* row, position_t delta, float factor) const noexcept {
   for (index_t i = 0; i < pairs(); ++i) {
-    const auto [x, y] = dims_of(i);
     const double angle = static_cast<double>(delta) * inv_freq_[static_cast<std::size_t>(i)];
-    const float c = static_cast<float>(std::cos(angle)) * factor;
-    const float s = static_cast<float>(std::sin(angle)) * factor;
-    const float a = row[x];
-    const float b = row[y];
-    row[x] = a * c - b * s;
-    row[y] = b * c + a * s;
+    turn_pair(row, i, static_cast<float>(std::cos(angle)) * factor, static_cast<float>(std::sin(angle)) * factor);
   }
 }
 

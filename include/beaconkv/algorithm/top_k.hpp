@@ -29,7 +29,7 @@ namespace detail {
 /// Integers in the order of the scores: NaN is lowest, -0 equals +0. On bit patterns, so that `-ffast-math` has no say.
 [[nodiscard]] inline std::uint32_t score_order(float score) noexcept {
   const auto bits = std::bit_cast<std::uint32_t>(score);
-  if ((bits & 0x7FFFFFFFU) > 0x7F800000U) return 0;
+  if (is_nan(score)) return 0;
   if (bits == 0x80000000U) return 0x80000000U;
   return (bits & 0x80000000U) != 0 ? ~bits : bits | 0x80000000U;
 }

@@ -28,9 +28,8 @@ struct ScoreMatrix {
 /// What turns observations into scores. Your own policy is one such struct, put into any of the library's policies.
 ///
 /// * `validate(shape)`: what is wrong with its options, before a policy is made.
-/// * `score(cache, observations, candidates, out, work)`: writes `out` for the slots `[candidates.first, candidates.last)` of
-/// every head;
-///   it may read everything in the cache. Counts non-finite rows. Const: no state of its own changes.
+/// * `score(cache, observations, candidates, out, work)`: writes `out` for the slots `[candidates.first, candidates.last)`
+///   of every head; it may read everything in the cache. Counts non-finite rows. Const: no state of its own changes.
 /// * `workspace_size(shape, rows, tokens)`: the most scratch that `score` takes from `work`.
 /// * optional `commit(plan, shape)`: follows an applied plan with per-slot state; `state_bytes()` reports its size.
 template <class S, class Cache>
