@@ -38,9 +38,9 @@ struct BeaconKVOptions {
 /// | part | here |
 /// |---|---|
 /// | observer | `BeaconQueries`: a ring of recent queries and, for each query head, Continual FPS over all older ones |
-/// | scorer | beacons rotated to now, recent ones at their positions; softmax over all visible keys; max over queries and heads
-/// | | schedule | `FixedBudget`: at `max` counted tokens down to `min` | | protected | the prompt, the last `n_recent_kv`
-/// tokens |
+/// | scorer | beacons rotated to now, recent ones at their positions; softmax over visible keys; max over queries and heads |
+/// | schedule | `FixedBudget`: at `max` counted tokens down to `min` |
+/// | protected | the prompt, the last `n_recent_kv` tokens |
 ///
 /// The paper's text and pseudocode disagree on the two windows: `n_recent_queries` and `n_recent_kv` are separate.
 template <class ScorerT = AttentionScorer, Schedule ScheduleT = FixedBudget>

@@ -205,9 +205,9 @@ struct RKVOptions {
 /// | part | here |
 /// |---|---|
 /// | observer | the last `n_recent_queries` queries |
-/// | scorer | importance (group maximum of the logits, softmax over candidates, mean over queries, max pool) against key
-/// redundancy | | schedule | `IntervalBudget`: the prompt, then every `interval` tokens, down to `tokens` | | protected | the
-/// last `n_recent_kv` tokens |
+/// | scorer | importance (maximum of the group's logits, softmax over candidates, mean, max pool) against key redundancy |
+/// | schedule | `IntervalBudget`: the prompt, then every `interval` tokens, down to `tokens` |
+/// | protected | the last `n_recent_kv` tokens |
 ///
 /// The paper zeroes `S[j][i]` for look-alikes, the published code `S[i][j]` of one of them: this is the code's
 /// (`RedundancyOptions`).
