@@ -146,12 +146,91 @@ TEST_CASE("A float is stored as it is, NaN payload and all") {
 }
 
 TEST_CASE("[C7] storage types that no codec reads are refused when a program is compiled", "[C7]") {
-  CHECK(ElementCodec<float>);
-  CHECK(ElementCodec<float16>);
-  CHECK(ElementCodec<bfloat16>);
-  CHECK_FALSE(ElementCodec<std::int8_t>);  // would be taken for a number without a scale
-  CHECK_FALSE(ElementCodec<std::uint16_t>);
-  CHECK_FALSE(ElementCodec<double>);
+  CHECK(StorageType<float>);
+  CHECK(StorageType<float16>);
+  CHECK(StorageType<bfloat16>);
+  CHECK(StorageType<std::int8_t>);
+  CHECK(StorageType<q8_0>);
+  CHECK_FALSE(StorageType<std::uint8_t>);
+  CHECK_FALSE(StorageType<std::uint16_t>);
+  CHECK_FALSE(StorageType<double>);
+}
+
+/// Every finite code of an 8-bit float, from its definition.
+template <class T>
+double value_of_code(unsigned code) {
+  const bool e4m3 = std::is_same_v<T, float8_e4m3>;
+  const int mantissa = e4m3 ? 3 : 2;
+  const int bias = e4m3 ? 7 : 15;
+  const int e = static_cast<int>((code & 0x7FU) >> mantissa);
+  const int m = static_cast<int>(code & ((1U << mantissa) - 1U));
+  const double size = e == 0 ? std::ldexp(m, 1 - bias - mantissa) : std::ldexp(m + (1 << mantissa), e - bias - mantissa);
+  return (code & 0x80U) != 0 ? -size : size;
+}
+
+template <class T>
+T from_code(unsigned code) {
+  return T{static_cast<std::uint8_t>(code)};
+}
+
+TEMPLATE_TEST_CASE("8-bit floats: every code, and the nearest code of what lies between two", "", float8_e4m3, float8_e5m2) {
+  const unsigned last = std::is_same_v<TestType, float8_e4m3> ? 0x7EU : 0x7BU;  // the largest finite one
+  CHECK(value_of_code<TestType>(last) == static_cast<double>(largest_before_scale<TestType>));
+  for (unsigned code = 0; code <= last; ++code)
+    for (const unsigned sign : {0U, 0x80U}) {
+      CAPTURE(code, sign);
+      const double value = value_of_code<TestType>(code | sign);
+      REQUIRE(bits_of(decode(from_code<TestType>(code | sign))) == bits_of(static_cast<float>(value)));
+      REQUIRE(encode<TestType>(static_cast<float>(value)).bits == (code | sign));
+      if (code == last) continue;
+      const double next = value_of_code<TestType>((code + 1) | sign);
+      const auto middle = static_cast<float>((value + next) / 2);
+      REQUIRE(encode<TestType>(middle).bits == ((code % 2 == 0 ? code : code + 1) | sign));
+      REQUIRE(encode<TestType>(std::nextafter(middle, 0.0F)).bits == (code | sign));
+      REQUIRE(encode<TestType>(std::nextafter(middle, sign != 0 ? -1e9F : 1e9F)).bits == ((code + 1) | sign));
+    }
+  CHECK(encode<TestType>(1e-30F).bits == 0);
+  CHECK(encode<TestType>(-0.0F).bits == 0x80U);
+  CHECK(std::isnan(decode(encode<TestType>(nan_float()))));
+}
+
+TEST_CASE("8-bit floats: what is too large becomes infinity, or NaN where there is none") {
+  CHECK(encode<float8_e4m3>(464.0F).bits == 0x7EU);  // half way to 480, which is no number any more: the even code is 448
+  CHECK(std::isnan(decode(encode<float8_e4m3>(std::nextafter(464.0F, 1e9F)))));
+  CHECK(std::isnan(decode(encode<float8_e4m3>(-infinity_float()))));
+  CHECK(std::isnan(decode(from_code<float8_e4m3>(0xFFU))));
+  CHECK(encode<float8_e5m2>(std::nextafter(61440.0F, 0.0F)).bits == 0x7BU);
+  CHECK(decode(encode<float8_e5m2>(61440.0F)) == infinity_float());
+  CHECK(decode(encode<float8_e5m2>(-1e30F)) == -infinity_float());
+  CHECK(std::isnan(decode(from_code<float8_e5m2>(0x7DU))));
+}
+
+TEST_CASE("q8_0: the largest number of a block gives its scale, and none is off by more than half a step") {
+  Random random;
+  CAPTURE(random.seed());
+  for (index_t round = 0; round < 50; ++round) {
+    const std::vector<float> in = random.normals(32, std::exp2(random.uniform(-8.0F, 8.0F)));
+    double top = 0;
+    for (const float x : in) top = std::max(top, std::abs(static_cast<double>(x)));
+    const q8_0 block = encode_block(in.data());
+    CHECK(block.scale == encode<float16>(static_cast<float>(top / 127)));
+    float out[32];
+    decode_block(block, out);
+    for (std::size_t i = 0; i < 32; ++i) {
+      REQUIRE(block.values[i] == static_cast<std::int8_t>(std::lround(static_cast<double>(in[i]) / (top / 127))));
+      REQUIRE_THAT(out[i], Catch::Matchers::WithinAbs(in[i], top / 127 * 0.5 + top * 0x1p-10));
+    }
+  }
+  const std::vector<float> zeros(32, 0.0F);
+  CHECK(encode_block(zeros.data()) == q8_0{});
+}
+
+TEST_CASE("q8_0: a block with a number that is not finite is not finite") {
+  std::vector<float> in(32, 1.0F);
+  in[5] = nan_float();
+  float out[32];
+  decode_block(encode_block(in.data()), out);
+  for (const float x : out) CHECK(std::isnan(x));
 }
 
 }  // namespace

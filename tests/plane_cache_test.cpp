@@ -33,16 +33,15 @@ using SharedFloats = Config<float, float16, Granularity::per_layer>;
 
 template <class T>
 T any_bits(Random& random) {
-  if constexpr (std::is_same_v<T, float>)
-    return float_of(random.bits());
-  else
-    return T{static_cast<std::uint16_t>(random.bits())};
+  std::array<std::uint8_t, sizeof(T)> bytes;
+  for (std::uint8_t& b : bytes) b = static_cast<std::uint8_t>(random.bits());
+  return std::bit_cast<T>(bytes);
 }
 
 template <class T>
 std::vector<T> any_row(index_t dim, Random& random) {
   std::vector<T> row;
-  for (index_t d = 0; d < dim; ++d) row.push_back(any_bits<T>(random));
+  for (index_t d = 0; d < dim / numbers_per_element<T>; ++d) row.push_back(any_bits<T>(random));
   return row;
 }
 

@@ -16,6 +16,8 @@
 #include "beaconkv/memory/cache_buffer.hpp"
 #include "beaconkv/memory/codec.hpp"
 #include "beaconkv/memory/compact.hpp"
+#include "beaconkv/memory/layouts.hpp"
+#include "beaconkv/memory/owning_cache.hpp"
 #include "beaconkv/memory/plane.hpp"
 #include "beaconkv/memory/plane_cache.hpp"
 #include "beaconkv/policy/beaconkv.hpp"

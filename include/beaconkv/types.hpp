@@ -52,9 +52,25 @@ enum class HeadScope : std::uint8_t { group, layer };
 /// Where the query heads of a group meet: in the logits before the softmax, or in the weights after it.
 enum class GroupStage : std::uint8_t { logits, weights };
 
-/// Which heads must keep the same tokens. Part of a cache's type: memory that stores one table for all heads cannot keep
-/// a set for each.
-enum class Granularity : std::uint8_t { per_head, per_layer };
+/// Which heads must keep the same tokens. Part of a cache's type: memory that stores one table for all heads cannot keep a
+/// set for each.
+enum class Granularity : std::uint8_t {
+  per_head,         ///< a set for each KV head, equally many tokens in all of them
+  per_head_ragged,  ///< a set for each KV head, each with a number of its own
+  per_layer,        ///< one set for all heads of a layer
+  per_sequence,     ///< one set for all heads of all layers; evicted through a `Sequence`
+};
+
+/// What happens to the rotary positions of cached keys when tokens between them go.
+enum class PositionMode : std::uint8_t {
+  /// Keys stay rotated to their true positions, gaps stay open; the next token has its true position. The default.
+  true_positions,
+  /// `realign_to_slots` closes the gaps by rotating keys to their slots, as StreamingLLM counts; the next token has the
+  /// position `next_rotary_position()`.
+  cache_relative,
+  /// Keys are cached before RoPE and rotated to their slots by whoever reads them: nothing is ever rotated in place.
+  unrotated_keys,
+};
 
 /// Read-only rows of floats: `rows` rows of `dim` numbers, `stride` elements apart.
 struct ConstRows {

@@ -164,7 +164,7 @@ class Stream {
 // Caches.
 
 /// Memory of its own in any layout, and the library's view of it. A copy is a deep copy.
-template <ElementCodec K = float, ElementCodec V = K, Granularity G = Granularity::per_head>
+template <StorageType K = float, StorageType V = K, Granularity G = Granularity::per_head>
 class TestCache {
  public:
   using View = PlaneCache<K, V, G>;
@@ -182,6 +182,8 @@ class TestCache {
     REQUIRE(keys_.memory().size() == other.keys_.memory().size());
     std::copy(other.keys_.memory().begin(), other.keys_.memory().end(), keys_.memory().begin());
     std::copy(other.values_.memory().begin(), other.values_.memory().end(), values_.memory().begin());
+    std::copy(other.keys_.scales().begin(), other.keys_.scales().end(), keys_.scales().begin());
+    std::copy(other.values_.scales().begin(), other.values_.scales().end(), values_.scales().begin());
     view_ = other.view_;
     require_ok(view_.rebase(keys_.plane(), values_.plane()));
     return *this;
@@ -193,15 +195,15 @@ class TestCache {
   void append(const Token& token) {
     const index_t slot = view_.num_tokens();
     for (index_t h = 0; h < shape_.kv_heads; ++h) {
-      keys_.set_row(h, slot, encoded<K>(part(token.keys, h)));
-      values_.set_row(h, slot, encoded<V>(part(token.values, h)));
+      keys_.write(h, slot, part(token.keys, h));
+      values_.write(h, slot, part(token.values, h));
     }
     require_ok(view_.append(token.position));
   }
 
   /// The key in a slot, as the library decodes it.
-  [[nodiscard]] reference::Row key(index_t head, index_t slot) const { return decoded(keys_.row(head, slot)); }
-  [[nodiscard]] reference::Row value(index_t head, index_t slot) const { return decoded(values_.row(head, slot)); }
+  [[nodiscard]] reference::Row key(index_t head, index_t slot) const { return decoded(keys_.read(head, slot)); }
+  [[nodiscard]] reference::Row value(index_t head, index_t slot) const { return decoded(values_.read(head, slot)); }
 
   /// Everything that a caller can see, bit for bit.
   struct State {
@@ -226,12 +228,7 @@ class TestCache {
   [[nodiscard]] std::span<const float> part(const std::vector<float>& rows, index_t head) const {
     return std::span(rows).subspan(at(head * shape_.head_dim), at(shape_.head_dim));
   }
-  template <class T>
-  [[nodiscard]] static reference::Row decoded(const std::vector<T>& row) {
-    reference::Row out;
-    for (const T x : row) out.push_back(static_cast<double>(decode(x)));
-    return out;
-  }
+  [[nodiscard]] static reference::Row decoded(const std::vector<float>& row) { return {row.begin(), row.end()}; }
 
   Random pages_{1};  // the same order of pages in every copy
   Shape shape_;
@@ -597,7 +594,7 @@ inline void poison(std::vector<float>& rows, index_t dim, double share, Random& 
 }
 
 /// A whole sequence of `policy` beside the reference, in one kind of cache.
-template <ElementCodec K, Granularity G, class PolicyT>
+template <StorageType K, Granularity G, class PolicyT>
 RunReport run_in(const RunPlan& plan, PolicyT policy, reference::PolicySettings settings, Random& random) {
   settings.ranges = plan.protect;
   for (const Range& r : plan.protect) require_ok(policy.protect(r));

@@ -59,7 +59,8 @@ using RopeScaling = std::variant<std::monostate, LinearScaling, NtkScaling, Llam
 /// What defines a model's (or one layer's) RoPE.
 struct RopeOptions {
   index_t head_dim = 0;
-  std::optional<index_t> rotary_dim{};  ///< dimensions that turn, from the first on; default: all of `head_dim`
+  std::optional<index_t> rotary_dim{};  ///< dimensions that turn; default: all from `rotary_first` on
+  index_t rotary_first = 0;             ///< the first of them: multi-head latent attention turns the last 64 of 576
   double theta = 10000;
   RopeLayout layout = RopeLayout::half;
   RopeScaling scaling{};
@@ -92,6 +93,7 @@ class RopeTable {
   [[nodiscard]] bool empty() const noexcept { return inv_freq_.empty(); }
   [[nodiscard]] index_t head_dim() const noexcept { return head_dim_; }
   [[nodiscard]] index_t rotary_dim() const noexcept { return 2 * pairs(); }
+  [[nodiscard]] index_t rotary_first() const noexcept { return rotary_first_; }
   [[nodiscard]] index_t pairs() const noexcept { return static_cast<index_t>(inv_freq_.size()); }
   [[nodiscard]] RopeLayout layout() const noexcept { return layout_; }
   [[nodiscard]] double attention_factor() const noexcept { return attention_factor_; }
@@ -102,7 +104,7 @@ class RopeTable {
   /// all vectors of a position.
   [[nodiscard]] RopeRotation rotation(position_t delta, std::span<float> scratch) const noexcept;
 
-  /// Turns the first `rotary_dim` numbers of `row` and multiplies them by `factor`; the rest stays, bit for bit.
+  /// Turns `rotary_dim` numbers of `row` (`head_dim` floats) and multiplies them by `factor`; the rest stays, bit for bit.
   void apply(const RopeRotation& rotation, float* row, float factor = 1.0F) const noexcept;
 
   /// `row` (`head_dim` floats) at `position`, in place: rotation and attention factor.
@@ -122,6 +124,7 @@ class RopeTable {
  private:
   void turn(float* row, position_t delta, float factor) const noexcept;
   void turn_pair(float* row, index_t pair, float cos, float sin) const noexcept {
+    row += rotary_first_;
     float& x = row[layout_ == RopeLayout::half ? pair : 2 * pair];
     float& y = row[layout_ == RopeLayout::half ? pair + pairs() : 2 * pair + 1];
     const float a = x;
@@ -130,20 +133,31 @@ class RopeTable {
   }
 
   index_t head_dim_ = 0;
+  index_t rotary_first_ = 0;
   RopeLayout layout_ = RopeLayout::half;
   double attention_factor_ = 1;
   std::vector<double> inv_freq_;
 };
 
+namespace detail {
+
+/// An error unless both tables turn the same dimensions.
+[[nodiscard]] inline Status same_rotated_dims(const RopeTable& a, const RopeTable& b) {
+  if (a.head_dim() == b.head_dim() && a.rotary_dim() == b.rotary_dim() && a.rotary_first() == b.rotary_first() &&
+      a.layout() == b.layout())
+    return {};
+  return error(StatusCode::unsupported, "realign: the two RoPE tables differ in head_dim (", a.head_dim(), ", ", b.head_dim(),
+               "), rotary_dim (", a.rotary_dim(), ", ", b.rotary_dim(), "), rotary_first (", a.rotary_first(), ", ",
+               b.rotary_first(), ") or layout");
+}
+
+}  // namespace detail
+
 /// Moves a row that `from_table` rotated at `from` to where `to_table` would have put it at `to` (a switch between two LongRoPE
-/// tables, say). Both must have the same head dimension, rotary dimension and layout.
+/// tables, say). Both must turn the same dimensions.
 [[nodiscard]] inline Status realign(float* row, const RopeTable& from_table, position_t from, const RopeTable& to_table,
                                     position_t to) {
-  if (from_table.head_dim() != to_table.head_dim() || from_table.rotary_dim() != to_table.rotary_dim() ||
-      from_table.layout() != to_table.layout())
-    return detail::error(StatusCode::unsupported, "realign: the two RoPE tables differ in head_dim (", from_table.head_dim(),
-                         ", ", to_table.head_dim(), "), rotary_dim (", from_table.rotary_dim(), ", ", to_table.rotary_dim(),
-                         ") or layout");
+  if (Status s = detail::same_rotated_dims(from_table, to_table); !s) return s;
   from_table.unrotate(row, from);
   to_table.rotate(row, to);
   return {};
@@ -232,15 +246,20 @@ inline void scale_yarn(std::vector<double>& freq, const YarnScaling& s, double t
 }  // namespace detail
 
 inline Result<RopeTable> RopeTable::make(const RopeOptions& options) {
-  const index_t rotary = options.rotary_dim.value_or(options.head_dim);
   if (options.head_dim < 1) return detail::invalid("head_dim = ", options.head_dim, ": must be at least 1");
-  if (rotary < 2 || rotary > options.head_dim || rotary % 2 != 0)
-    return detail::invalid("rotary_dim = ", rotary, ": must be even, at least 2 and at most head_dim = ", options.head_dim);
+  if (options.rotary_first < 0 || options.rotary_first >= options.head_dim)
+    return detail::invalid("rotary_first = ", options.rotary_first, ": must be between 0 and head_dim = ", options.head_dim);
+  const index_t room = options.head_dim - options.rotary_first;
+  const index_t rotary = options.rotary_dim.value_or(room);
+  if (rotary < 2 || rotary > room || rotary % 2 != 0)
+    return detail::invalid("rotary_dim = ", rotary, ": must be even, at least 2 and at most ", room,
+                           " (head_dim = ", options.head_dim, ", rotary_first = ", options.rotary_first, ")");
   if (!detail::positive(options.theta)) return detail::invalid("theta = ", options.theta, ": must be positive");
   if (Status s = detail::validate_scaling(options.scaling, rotary, options.theta); !s) return s;
 
   RopeTable table;
   table.head_dim_ = options.head_dim;
+  table.rotary_first_ = options.rotary_first;
   table.layout_ = options.layout;
   table.inv_freq_ = detail::rope_frequencies(rotary, options.theta);
   std::visit(

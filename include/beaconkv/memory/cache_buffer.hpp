@@ -10,12 +10,17 @@
 
 namespace beaconkv::inline v0 {
 
-/// What scoring and planning need. All heads hold the same number of tokens, and equally many of a protected prefix;
-/// `position` is strictly ascending over the slots of a head.
+// clang-format off: version 14 breaks lines before every noexcept.
+
+/// What scoring and planning need. `num_tokens()` is what every head holds, or the longest head where they differ; all heads
+/// hold equally many tokens of a protected prefix; `position` is strictly ascending over the slots of a head.
 ///
 /// `keys(head, first, count, scratch)` returns `count` rows of `key_dim()` floats: a pointer into the engine's own memory where
 /// that is float with unit stride, else rows decoded into `scratch` (`count * key_dim()` floats). `values` likewise.
 /// `epoch()` changes whenever tokens are added, moved or removed; two caches should not share it.
+///
+/// Optional: `granularity` and `pinned_prefix()` as in `CacheBuffer`; `num_tokens(head)` of a ragged cache; `position_mode()`
+/// with `rotary_position(head, slot)` and `next_rotary_position()` of a cache whose keys do not stand at their true positions.
 template <class C>
 concept CacheReader = requires(const C& cache, index_t head, index_t slot, index_t count, float* scratch) {
   { cache.num_kv_heads() }
@@ -39,8 +44,9 @@ concept CacheReader = requires(const C& cache, index_t head, index_t slot, index
 /// A cache that can also be compacted in place.
 ///
 /// `move_run(head, to, from, count)` moves keys, values, scales and positions of `count` slots towards the front (`to <=
-/// from`). Under `Granularity::per_layer` it is called once, with head 0, and moves all heads. `truncate(n)` keeps the first
-/// `n` slots of every head. The first `pinned_prefix()` slots are shared with other sequences: never moved, never evicted.
+/// from`). Where all heads keep one set it is called once, with head 0, and moves all heads. `truncate(n)` keeps the first
+/// `n` slots of every head; a ragged cache has `truncate(head, n)`, called for every head in order, instead. The first
+/// `pinned_prefix()` slots are shared with other sequences: never moved, never evicted.
 template <class C>
 concept CacheBuffer = CacheReader<C> && requires(C& cache, index_t head, index_t to, index_t from, index_t count) {
   requires std::same_as<std::remove_cv_t<decltype(C::granularity)>, Granularity>;
@@ -48,24 +54,46 @@ concept CacheBuffer = CacheReader<C> && requires(C& cache, index_t head, index_t
   noexcept->std::same_as<index_t>;
   { cache.move_run(head, to, from, count) }
   noexcept->std::same_as<void>;
-  { cache.truncate(count) }
-  noexcept->std::same_as<void>;
+  requires requires {
+    { cache.truncate(count) }
+    noexcept->std::same_as<void>;
+  } || requires {
+    { cache.truncate(head, count) }
+    noexcept->std::same_as<void>;
+  };
 };
+
+// clang-format on
 
 namespace detail {
 
 /// Whether all heads of the cache must keep the same tokens. A reader that does not say keeps a set for each.
 template <class Cache>
 [[nodiscard]] constexpr bool keeps_one_set() {
-  if constexpr (requires { Cache::granularity; }) return Cache::granularity != Granularity::per_head;
+  if constexpr (requires { Cache::granularity; })
+    return Cache::granularity == Granularity::per_layer || Cache::granularity == Granularity::per_sequence;
   return false;
+}
+
+template <class Cache>
+[[nodiscard]] constexpr bool is_ragged() {
+  if constexpr (requires { Cache::granularity; }) return Cache::granularity == Granularity::per_head_ragged;
+  return false;
+}
+
+/// What `head` holds.
+template <CacheReader Cache>
+[[nodiscard]] index_t tokens_of(const Cache& cache, index_t head) noexcept {
+  if constexpr (is_ragged<Cache>()) return cache.num_tokens(head);
+  static_cast<void>(head);
+  return cache.num_tokens();
 }
 
 /// The slot of the first token of `head` at or behind `position`. O(log L).
 template <CacheReader Cache>
 [[nodiscard]] index_t slot_at_or_behind(const Cache& cache, index_t head, position_t position) noexcept {
   index_t low = 0;
-  index_t high = cache.num_tokens();
+  index_t high = tokens_of(cache, head);
   while (low < high) {
     const index_t middle = low + (high - low) / 2;
     if (cache.position(head, middle) < position)
@@ -75,6 +103,29 @@ template <CacheReader Cache>
   }
   return low;
 }
+
+/// One KV head of a cache as a cache of its own: how a ragged cache is scored.
+template <CacheReader Cache>
+class HeadReader {
+ public:
+  HeadReader(const Cache& cache, index_t head) noexcept : cache_(&cache), head_(head) {}
+  [[nodiscard]] index_t num_kv_heads() const noexcept { return 1; }
+  [[nodiscard]] index_t num_tokens() const noexcept { return tokens_of(*cache_, head_); }
+  [[nodiscard]] index_t key_dim() const noexcept { return cache_->key_dim(); }
+  [[nodiscard]] index_t value_dim() const noexcept { return cache_->value_dim(); }
+  [[nodiscard]] std::uint64_t epoch() const noexcept { return cache_->epoch(); }
+  [[nodiscard]] position_t position(index_t, index_t slot) const noexcept { return cache_->position(head_, slot); }
+  [[nodiscard]] ConstRows keys(index_t, index_t first, index_t count, float* scratch) const noexcept {
+    return cache_->keys(head_, first, count, scratch);
+  }
+  [[nodiscard]] ConstRows values(index_t, index_t first, index_t count, float* scratch) const noexcept {
+    return cache_->values(head_, first, count, scratch);
+  }
+
+ private:
+  const Cache* cache_;
+  index_t head_;
+};
 
 }  // namespace detail
 }  // namespace beaconkv::inline v0

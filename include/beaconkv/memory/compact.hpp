@@ -18,10 +18,10 @@ template <CacheBuffer Cache>
                  " tokens, now ", cache.num_tokens(), "): plan again");
   if (plan.sets() != 1 && plan.sets() != cache.num_kv_heads())
     return invalid("plan has ", plan.sets(), " sets: the cache has ", cache.num_kv_heads(), " KV heads");
-  if (Cache::granularity == Granularity::per_layer && plan.sets() != 1)
+  if (keeps_one_set<Cache>() && plan.sets() != 1)
     return error(StatusCode::unsupported, "plan has ", plan.sets(), " sets: this cache keeps one set for all heads");
   for (index_t s = 0; s < plan.sets(); ++s) {
-    if (plan.num_kept(s) != plan.num_kept(0))
+    if (!is_ragged<Cache>() && plan.num_kept(s) != plan.num_kept(0))
       return error(StatusCode::unsupported, "head ", s, " keeps ", plan.num_kept(s), " tokens and head 0 keeps ",
                    plan.num_kept(0), ": this cache holds equally many in every head");
     const index_t pinned = cache.pinned_prefix();
@@ -37,15 +37,19 @@ template <CacheBuffer Cache>
 /// D) bytes.
 ///
 /// After it, slots are not positions any more: the engine goes on feeding true positions to RoPE (or calls
-/// `realign_keys`). Refused, with nothing changed, where the plan was made for another state of the cache.
+/// `realign_to_slots`). Refused, with nothing changed, where the plan was made for another state of the cache.
 template <CacheBuffer Cache>
 [[nodiscard]] Status compact(Cache& cache, const KeepPlan& plan) {
   if (Status s = detail::validate_plan(cache, plan); !s) return s;
   if (plan.keeps_all()) return {};
-  const index_t moves = Cache::granularity == Granularity::per_head ? cache.num_kv_heads() : 1;
+  const index_t moves = detail::keeps_one_set<Cache>() ? 1 : cache.num_kv_heads();
   for (index_t head = 0; head < moves; ++head)
     plan.for_each_move(head, [&](index_t to, index_t from, index_t count) { cache.move_run(head, to, from, count); });
-  cache.truncate(plan.num_kept(0));
+  if constexpr (detail::is_ragged<Cache>()) {
+    for (index_t head = 0; head < moves; ++head) cache.truncate(head, plan.num_kept(head));
+  } else {
+    cache.truncate(plan.num_kept(0));
+  }
   return {};
 }
 

@@ -2,11 +2,13 @@
 #pragma once
 
 /// \file
-/// Where an engine's keys (or values) of one layer lie in memory: strides and pages.
+/// Where an engine's keys (or values) of one layer lie in memory: strides, pages, scales. And the three things that are done
+/// with a row: read it, write it, move it.
 
+#include <cstring>
 #include <type_traits>
 
-#include "beaconkv/types.hpp"
+#include "beaconkv/memory/codec.hpp"
 
 namespace beaconkv::inline v0 {
 
@@ -18,10 +20,23 @@ struct Strides {
   index_t dim = 1;
 };
 
-/// The keys or the values of one layer of one sequence. Does not own: `base` and `pages` must outlive it. Trivially copyable.
+/// The scales of a type that takes them: the number of row `(head, token)` is `element * base[...]`, with the strides of this
+/// record, in floats. A stride of 0 shares a scale: `token` and `page` 0 is one a head, all 0 one for the whole plane.
+struct Scales {
+  float* base = nullptr;
+  index_t page = 0;
+  index_t head = 0;
+  index_t token = 0;
+
+  /// Whether each row has its own. It then moves with the row and is found anew when a row is written.
+  [[nodiscard]] constexpr bool per_row() const noexcept { return token != 0; }
+};
+
+/// The keys or the values of one layer of one sequence. Does not own: `base`, `pages` and scales must outlive it. Trivially
+/// copyable.
 ///
-/// Token `t` of head `h` begins at `base + page(t)*stride.page + h*stride.head + in_page(t)*stride.token`, its numbers
-/// `stride.dim` apart. Contiguous memory is one page.
+/// Token `t` of head `h` begins at `base + page(t)*stride.page + h*stride.head + in_page(t)*stride.token`, its elements
+/// `stride.dim` apart. Contiguous memory is one page. A ring is a page table with pages of one token.
 template <class T>
 struct Plane {
   using element_type = T;
@@ -29,15 +44,27 @@ struct Plane {
   T* base = nullptr;
   Strides stride{};
   index_t heads = 0;
-  index_t dim = 0;
-  index_t capacity = 0;                 ///< tokens that the memory (or the page table) has room for
-  index_t page_size = 0;                ///< tokens a page; 0: not paged
-  const std::int32_t* pages = nullptr;  ///< page numbers of the sequence, in order; `capacity / page_size` of them
+  index_t dim = 0;        ///< numbers a row (for `q8_0` a multiple of 32)
+  index_t capacity = 0;   ///< tokens that the memory (or the page table) has room for
+  index_t page_size = 0;  ///< tokens a page; 0: not paged
+  /// Page numbers of the sequence, in order; `capacity / page_size` of them. Entries behind the last used one may be -1: they
+  /// are read when a token is appended there.
+  const std::int32_t* pages = nullptr;
+  index_t num_pages = 0;  ///< pages that the memory holds in all, to check entries against; 0: unknown
+  Scales scales{};        ///< for types that take a scale
 
   [[nodiscard]] T* row(index_t head, index_t token) const noexcept {
     if (page_size == 0) return base + head * stride.head + token * stride.token;
     return base + index_t{pages[token / page_size]} * stride.page + head * stride.head + token % page_size * stride.token;
   }
+  /// Precondition: there are scales.
+  [[nodiscard]] float* scale(index_t head, index_t token) const noexcept {
+    if (page_size == 0) return scales.base + head * scales.head + token * scales.token;
+    return scales.base + index_t{pages[token / page_size]} * scales.page + head * scales.head +
+           token % page_size * scales.token;
+  }
+  /// Elements a row.
+  [[nodiscard]] constexpr index_t elements() const noexcept { return dim / numbers_per_element<T>; }
 
   /// How many of the rows `[first, first + count)` lie `stride.token` apart, counted from `first`: all of them unless a page
   /// ends.
@@ -46,23 +73,28 @@ struct Plane {
     const index_t in_page = page_size - first % page_size;
     return in_page < count ? in_page : count;
   }
+
+  /// Bytes of all heads' rows of a token, scales included.
+  [[nodiscard]] constexpr index_t bytes_per_token() const noexcept {
+    return heads * (elements() * index_t{sizeof(T)} + (scales.per_row() ? index_t{sizeof(float)} : 0));
+  }
 };
 
 static_assert(std::is_trivially_copyable_v<Plane<float>>);
 
-/// Dense `[head][capacity][dim]` ("HND").
-template <class T>
-[[nodiscard]] constexpr Plane<T> head_major_plane(T* base, index_t heads, index_t dim, index_t capacity) noexcept {
-  return {base, {0, capacity * dim, dim, 1}, heads, dim, capacity, 0, nullptr};
-}
-
-/// Dense `[capacity][head][dim]` ("NHD").
-template <class T>
-[[nodiscard]] constexpr Plane<T> token_major_plane(T* base, index_t heads, index_t dim, index_t capacity) noexcept {
-  return {base, {0, dim, heads * dim, 1}, heads, dim, capacity, 0, nullptr};
-}
-
 namespace detail {
+
+/// An error where a page of the slots `[first, first + count)` cannot be addressed.
+template <class T>
+[[nodiscard]] Status check_pages(const Plane<T>& plane, index_t first, index_t count, const char* name) {
+  if (plane.page_size == 0 || count == 0) return {};
+  for (index_t p = first / plane.page_size; p <= (first + count - 1) / plane.page_size; ++p)
+    if (plane.pages[p] < 0 || (plane.num_pages > 0 && plane.pages[p] >= plane.num_pages))
+      return invalid(name, ".pages[", p, "] = ", plane.pages[p], ": must be a page of the pool",
+                     plane.num_pages > 0 ? ", below num_pages = " : "",
+                     plane.num_pages > 0 ? std::to_string(plane.num_pages) : std::string());
+  return {};
+}
 
 /// Empty where the plane can be addressed.
 template <class T>
@@ -70,19 +102,99 @@ template <class T>
   if (plane.base == nullptr) return invalid(name, ".base is null");
   if (plane.heads < 1 || plane.dim < 1)
     return invalid(name, ": heads = ", plane.heads, ", dim = ", plane.dim, ": must be at least 1");
+  if (plane.dim % numbers_per_element<T> != 0)
+    return invalid(name, ".dim = ", plane.dim, ": must be a multiple of ", numbers_per_element<T>, ", the numbers in a block");
   if (plane.capacity < 0) return invalid(name, ".capacity = ", plane.capacity, ": must not be negative");
   if (plane.page_size < 0) return invalid(name, ".page_size = ", plane.page_size, ": must not be negative");
+  if (plane.num_pages < 0) return invalid(name, ".num_pages = ", plane.num_pages, ": must not be negative");
   if (plane.page_size > 0 && plane.capacity % plane.page_size != 0)
     return invalid(name, ".capacity = ", plane.capacity, ": must be a multiple of page_size = ", plane.page_size);
   if (plane.page_size > 0 && plane.capacity > 0 && plane.pages == nullptr)
     return invalid(name, ".pages is null for paged memory");
-  if (plane.stride.dim == 0 || (plane.stride.token == 0 && plane.capacity > 1))
+  if (plane.stride.dim == 0 || (plane.stride.token == 0 && plane.capacity > 1 && plane.page_size != 1))
     return invalid(name, ".stride: dim = ", plane.stride.dim, ", token = ", plane.stride.token, ": must not be 0");
   if (plane.stride.head == 0 && plane.heads > 1 && plane.capacity > 0)
     return invalid(name, ".stride: head = 0: ", plane.heads, " heads must not share their rows");
-  if (plane.pages != nullptr)
-    for (index_t p = 0; p < plane.capacity / (plane.page_size > 0 ? plane.page_size : 1); ++p)
-      if (plane.pages[p] < 0) return invalid(name, ".pages[", p, "] = ", plane.pages[p], ": must not be negative");
+  if (takes_scale<T> && plane.scales.base == nullptr)
+    return invalid(name, ".scales.base is null: this storage type takes scales");
+  if (!takes_scale<T> && plane.scales.base != nullptr) return invalid(name, ".scales: this storage type takes none");
+  if (std::is_same_v<T, std::int8_t> && !plane.scales.per_row() && plane.capacity > 1)
+    return invalid(name, ".scales.token = 0: int8 needs a scale for each row");
+  return {};
+}
+
+template <class T>
+[[nodiscard]] float scale_or_one(const Plane<T>& plane, index_t head, index_t token) noexcept {
+  if constexpr (takes_scale<T>) return *plane.scale(head, token);
+  return 1.0F;
+}
+
+/// Reads a row: `dim` floats.
+template <class T>
+void load_row(const Plane<T>& plane, index_t head, index_t token, float* out) noexcept {
+  const T* const row = plane.row(head, token);
+  if constexpr (std::is_same_v<T, q8_0>) {
+    for (index_t b = 0; b < plane.elements(); ++b) decode_block(row[b * plane.stride.dim], out + 32 * b);
+  } else {
+    const float scale = scale_or_one(plane, head, token);
+    for (index_t d = 0; d < plane.dim; ++d) {
+      out[d] = decode(row[d * plane.stride.dim]);
+      if constexpr (takes_scale<T>) out[d] *= scale;
+    }
+  }
+}
+
+/// Whether `store_row` can write these numbers without running out of range: not where a shared scale is too small for them.
+template <class T>
+[[nodiscard]] bool row_fits(const Plane<T>& plane, index_t head, index_t token, const float* in) noexcept {
+  if constexpr (takes_scale<T>) {
+    if (plane.scales.per_row()) return true;
+    const float limit = largest_before_scale<T> * *plane.scale(head, token);
+    for (index_t d = 0; d < plane.dim; ++d)
+      if (!is_finite(in[d]) || std::abs(in[d]) > limit) return false;
+  }
+  return true;
+}
+
+/// Writes a row, encoded once. A row's own scale is found anew from its largest number, a shared one is used as it is.
+template <class T>
+void store_row(const Plane<T>& plane, index_t head, index_t token, const float* in) noexcept {
+  T* const row = plane.row(head, token);
+  if constexpr (std::is_same_v<T, q8_0>) {
+    for (index_t b = 0; b < plane.elements(); ++b) row[b * plane.stride.dim] = encode_block(in + 32 * b);
+  } else if constexpr (takes_scale<T>) {
+    float& scale = *plane.scale(head, token);
+    if (plane.scales.per_row() || std::is_same_v<T, std::int8_t>) scale = scale_for(in, plane.dim, largest_before_scale<T>);
+    const float inverse = inverse_of(scale);
+    for (index_t d = 0; d < plane.dim; ++d)
+      row[d * plane.stride.dim] = inverse > 0 ? encode<T>(in[d] * inverse) : encode<T>(0.0F);
+  } else {
+    for (index_t d = 0; d < plane.dim; ++d) row[d * plane.stride.dim] = encode<T>(in[d]);
+  }
+}
+
+/// Copies the bytes of a row, its own scale included, from one plane to another of the same storage type and width.
+template <class T>
+void copy_row(const Plane<T>& to_plane, index_t to_head, index_t to, const Plane<T>& from_plane, index_t from_head,
+              index_t from) noexcept {
+  T* const out = to_plane.row(to_head, to);
+  const T* const in = from_plane.row(from_head, from);
+  const index_t n = to_plane.elements();
+  if (to_plane.stride.dim == 1 && from_plane.stride.dim == 1) {
+    std::memcpy(out, in, static_cast<std::size_t>(n) * sizeof(T));
+  } else {
+    for (index_t d = 0; d < n; ++d) out[d * to_plane.stride.dim] = in[d * from_plane.stride.dim];
+  }
+  if (to_plane.scales.per_row() && from_plane.scales.per_row())
+    *to_plane.scale(to_head, to) = *from_plane.scale(from_head, from);
+}
+
+/// Whether rows can be copied between the two as bytes.
+template <class T>
+[[nodiscard]] Status same_rows(const Plane<T>& a, const Plane<T>& b, const char* name) {
+  if (a.heads != b.heads || a.dim != b.dim)
+    return invalid(name, ": ", b.heads, " heads of ", b.dim, " numbers, not ", a.heads, " of ", a.dim);
+  if (a.scales.per_row() != b.scales.per_row()) return invalid(name, ": only one of the two has a scale for each row");
   return {};
 }
 
