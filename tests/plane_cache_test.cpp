@@ -350,7 +350,7 @@ TEST_CASE("Plans that a cache cannot follow are refused with nothing changed") {
               {"head 1 keeps 3", "head 0 keeps 2"});
   KeepPlan three;
   three.start(epoch, 6, {0, 6});
-  for (index_t s = 0; s < 3; ++s) three.add_set(1)[0] = 0;
+  for (index_t s = 0; s < 3; ++s) three.add_set(1, three.tokens_before())[0] = 0;
   check_invalid(compact(c.cache, three), {"3 sets", "2 KV heads"});
   c.cache.set_pinned_prefix(2).or_throw();
   check_invalid(compact(c.cache, plan_for(c.cache, {{0, 1, 4}, {0, 2, 4}})), {"head 1", "prefix of 2"});

@@ -168,15 +168,15 @@ TEST_CASE("[E2] one set for all heads comes of all heads' scores", "[selection]"
   std::vector<float> all{9, 0, 0, 1, 0, 8, 8, 0};
   const ScoreMatrix scores{all.data(), 2, 4};
   SECTION("mean") {
-    detail::reduce_score_rows(scores, Reduce::mean);
+    reduce_heads(scores, Reduce::mean);
     REQUIRE(std::vector<float>(all.begin(), all.begin() + 4) == std::vector<float>{4.5F, 4, 4, 0.5F});
   }
   SECTION("max") {
-    detail::reduce_score_rows(scores, Reduce::max);
+    reduce_heads(scores, Reduce::max);
     REQUIRE(std::vector<float>(all.begin(), all.begin() + 4) == std::vector<float>{9, 8, 8, 1});
   }
   SECTION("sum") {
-    detail::reduce_score_rows(scores, Reduce::sum);
+    reduce_heads(scores, Reduce::sum);
     REQUIRE(std::vector<float>(all.begin(), all.begin() + 4) == std::vector<float>{9, 8, 8, 1});
   }
   REQUIRE(choose(dense(4), 0, {all.begin(), all.begin() + 4}, {0, 4}, {}, 2).kept == std::vector<slot_t>{0, 1});
@@ -187,7 +187,7 @@ TEST_CASE("[D1] a NaN of any head is a NaN of the shared set, in whatever order 
     for (index_t bad = 0; bad < 3; ++bad) {
       std::vector<float> all{1, 2, 3, 4, 5, 6};  // [3 heads][2 slots]
       all[at(2 * bad)] = nan_score;
-      detail::reduce_score_rows({all.data(), 3, 2}, how);
+      reduce_heads({all.data(), 3, 2}, how);
       CAPTURE(static_cast<int>(how), bad);
       REQUIRE(std::isnan(all[0]));
       REQUIRE_FALSE(std::isnan(all[1]));

@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "beaconkv/memory/plane_cache.hpp"
+#include "beaconkv/memory/owning_cache.hpp"
 #include "beaconkv/policy/beaconkv.hpp"
 #include "support/catch.hpp"
 #include "support/random.hpp"

@@ -145,7 +145,7 @@ TEST_CASE("A workspace has room for the plan that it was sized for") {
   CHECK(allocations_of([&] {
           for (int round = 0; round < 3; ++round) {
             work.plan().start(1, 50, {0, 50});
-            for (int set = 0; set < 3; ++set) static_cast<void>(work.plan().add_set(50));
+            for (int set = 0; set < 3; ++set) static_cast<void>(work.plan().add_set(50, 50));
           }
         }) == 0);
   CHECK(work.plan().sets() == 3);
@@ -156,7 +156,7 @@ TEST_CASE("A copy of a workspace has memory of its own, a moved one keeps its me
   float* const memory = work.take<float>(64).data();
   memory[0] = 5;
   work.plan().start(9, 8, {0, 8});
-  static_cast<void>(work.plan().add_set(2));
+  static_cast<void>(work.plan().add_set(2, 2));
 
   Workspace copy(work);
   CHECK(copy.capacity() == 256);

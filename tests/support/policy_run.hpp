@@ -17,7 +17,7 @@
 #include <utility>
 #include <vector>
 
-#include "beaconkv/memory/plane_cache.hpp"
+#include "beaconkv/memory/owning_cache.hpp"
 #include "beaconkv/policy/eviction_policy.hpp"
 #include "support/catch.hpp"
 #include "support/check.hpp"

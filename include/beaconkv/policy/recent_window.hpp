@@ -4,7 +4,7 @@
 /// \file
 /// RecentWindow: the first tokens ("sinks") and the newest ones stay.
 
-#include "beaconkv/policy/eviction_policy.hpp"
+#include "beaconkv/policy/evict.hpp"
 
 namespace beaconkv::inline v0 {
 

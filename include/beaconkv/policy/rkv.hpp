@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "beaconkv/algorithm/key_redundancy.hpp"
-#include "beaconkv/policy/eviction_policy.hpp"
+#include "beaconkv/policy/evict.hpp"
 
 namespace beaconkv::inline v0 {
 
@@ -155,6 +155,9 @@ class RKVScorer {
     });
   }
 
+  [[nodiscard]] bool needs_all_heads() const noexcept {
+    return options_.order == RKVOrder::published || options_.importance.needs_all_heads();
+  }
   void commit(const KeepPlan& plan, const Shape& shape) {
     if (options_.order == RKVOrder::published) published_.follow(plan, shape.kv_heads);
   }

@@ -4,7 +4,7 @@
 /// \file
 /// RPC, Reasoning Path Compression: every period, the generated tokens that the newest ones attend to stay.
 
-#include "beaconkv/policy/eviction_policy.hpp"
+#include "beaconkv/policy/evict.hpp"
 
 namespace beaconkv::inline v0 {
 

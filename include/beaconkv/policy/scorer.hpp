@@ -31,6 +31,7 @@ struct ScoreMatrix {
 /// * `score(cache, observations, candidates, out, work)`: writes `out` for the slots `[candidates.first, candidates.last)`
 ///   of every head; it may read everything in the cache. Counts non-finite rows. Const: no state of its own changes.
 /// * `workspace_size(shape, rows, tokens)`: the most scratch that `score` takes from `work`.
+/// * optional `needs_all_heads()`: true where a head's scores depend on other heads, which a ragged cache cannot offer.
 /// * optional `commit(plan, shape)`: follows an applied plan with per-slot state; `state_bytes()` reports its size.
 template <class S, class Cache>
 concept Scorer = CacheReader<Cache> && std::copyable<S> &&
@@ -63,6 +64,7 @@ struct AttentionScorer {
   bool causal = true;                       ///< false: a query sees keys newer than itself, too
 
   [[nodiscard]] Status validate(const Shape&) const { return beaconkv::validate(attention); }
+  [[nodiscard]] bool needs_all_heads() const noexcept { return head_scope == HeadScope::layer; }
 
   template <CacheReader Cache>
   [[nodiscard]] Result<ScoreReport> score(const Cache& cache, const Observations& observations, Range candidates,

@@ -2,10 +2,12 @@
 #pragma once
 
 /// \file
-/// From scores to a plan: the best candidates and everything that is protected.
+/// From scores to a plan: the best candidates, everything that is protected, and units that go whole or not at all.
 
 #include <algorithm>
+#include <numeric>
 #include <span>
+#include <vector>
 
 #include "beaconkv/algorithm/top_k.hpp"
 #include "beaconkv/memory/cache_buffer.hpp"
@@ -29,7 +31,7 @@ struct Protection {
 
 namespace detail {
 
-/// Scratch of `select_head` over `n` slots.
+/// Scratch of a selection over `n` slots.
 struct SelectionScratch {
   SelectionScratch(Workspace& work, index_t n)
       : scores(work.take<float>(n)), slots(work.take<slot_t>(n)), best(work.take<slot_t>(n)) {}
@@ -45,15 +47,18 @@ struct SelectionScratch {
   });
 }
 
+/// The slots of `head` within positions `[range.first, range.last)`, cut to `within`.
+template <CacheReader Cache>
+[[nodiscard]] Range slots_of(const Cache& cache, index_t head, Range range, Range within) {
+  const auto clamp = [&](std::int64_t slot) { return std::clamp<std::int64_t>(slot, within.first, within.last); };
+  return {clamp(slot_at_or_behind(cache, head, range.first)), clamp(slot_at_or_behind(cache, head, range.last))};
+}
+
 /// How many candidates of `head` lie in none of the protected ranges. O(ranges * log L).
 template <CacheReader Cache>
 [[nodiscard]] index_t num_open(const Cache& cache, index_t head, Range candidates, std::span<const Range> ranges) {
   index_t open = candidates.size();
-  for (const Range& range : ranges) {
-    const index_t first = std::max<index_t>(candidates.first, slot_at_or_behind(cache, head, range.first));
-    const index_t last = std::min<index_t>(candidates.last, slot_at_or_behind(cache, head, range.last));
-    open -= std::max<index_t>(0, last - first);
-  }
+  for (const Range& range : ranges) open -= slots_of(cache, head, range, candidates).size();
   return open;
 }
 
@@ -63,7 +68,7 @@ template <CacheReader Cache>
 [[nodiscard]] Result<index_t> select_head(const Cache& cache, index_t head, std::span<const float> scores, Range candidates,
                                           std::span<const Range> ranges, index_t keep, KeepPlan& plan, Workspace& work) {
   const Workspace::Frame frame(work);
-  const index_t n = cache.num_tokens();
+  const index_t n = tokens_of(cache, head);
   SelectionScratch scratch(work, n);
   index_t open = 0;  // candidates that are not protected
   index_t next = candidates.first;
@@ -74,8 +79,9 @@ template <CacheReader Cache>
     }
   };
   for (const Range& range : ranges) {
-    add(std::clamp<index_t>(slot_at_or_behind(cache, head, range.first), next, candidates.last));
-    next = std::clamp<index_t>(slot_at_or_behind(cache, head, range.last), next, candidates.last);
+    const Range slots = slots_of(cache, head, range, candidates);
+    add(std::max<index_t>(slots.first, next));
+    next = std::max<index_t>(slots.last, next);
   }
   add(candidates.last);
 
@@ -84,7 +90,7 @@ template <CacheReader Cache>
   const Result<TopK> best = top_k(scratch.scores.first(static_cast<std::size_t>(open)), wanted, scratch.best, work);
   if (!best) return best.status();
 
-  const std::span<slot_t> kept = plan.add_set(fixed + best->count);
+  const std::span<slot_t> kept = plan.add_set(fixed + best->count, n);
   const std::span<float> kept_scores = plan.last_scores();
   std::size_t out = 0;
   index_t chosen = 0;
@@ -100,15 +106,115 @@ template <CacheReader Cache>
   return std::max<index_t>(0, fixed - keep);
 }
 
-/// Scores of all heads become one row, in row 0: for memory that keeps one set for all heads.
-inline void reduce_score_rows(ScoreMatrix scores, Reduce how) noexcept {
+/// As `select_head` for the one set of all heads, but tokens go in units: those between two of the ascending `boundaries`
+/// (positions). A unit with a slot that is no candidate or protected stays whole. The unit with the lowest mean score goes
+/// first, of equal ones the newer, until no more than `keep` tokens are left. Returns how many could not go.
+template <CacheReader Cache>
+[[nodiscard]] index_t select_units(const Cache& cache, std::span<const float> scores, Range candidates,
+                                   std::span<const Range> ranges, std::span<const position_t> boundaries, index_t keep,
+                                   KeepPlan& plan, Workspace& work) {
+  const Workspace::Frame frame(work);
+  const index_t n = cache.num_tokens();
+  const SelectionScratch scratch(work, n);
+  const auto begin_of = [&](std::size_t unit) -> index_t {  // units 0 .. boundaries.size()
+    return unit == 0 ? 0 : (unit > boundaries.size() ? n : slot_at_or_behind(cache, 0, boundaries[unit - 1]));
+  };
+  const auto unit_of = [&](slot_t slot) {
+    const position_t position = cache.position(0, slot);
+    return static_cast<std::size_t>(std::upper_bound(boundaries.begin(), boundaries.end(), position) - boundaries.begin());
+  };
+  std::size_t open = 0;  // units that may go: their first slot in `slots`, their mean in `scores`
+  for (index_t first = 0; first < n;) {
+    const index_t last = begin_of(unit_of(static_cast<slot_t>(first)) + 1);
+    bool may_go = first >= candidates.first && last <= candidates.last;
+    for (const Range& range : ranges) may_go = may_go && slots_of(cache, 0, range, {first, last}).size() == 0;
+    if (may_go) {
+      double sum = 0;
+      for (index_t slot = first; slot < last; ++slot) sum += static_cast<double>(scores[static_cast<std::size_t>(slot)]);
+      scratch.slots[open] = static_cast<slot_t>(first);
+      scratch.scores[open++] = static_cast<float>(sum / static_cast<double>(last - first));
+    }
+    first = last;
+  }
+  const std::span<slot_t> order = scratch.best.first(open);
+  std::iota(order.begin(), order.end(), slot_t{0});
+  std::sort(order.begin(), order.end(), [&](slot_t a, slot_t b) {
+    const std::uint32_t x = score_order(scratch.scores[static_cast<std::size_t>(a)]);
+    const std::uint32_t y = score_order(scratch.scores[static_cast<std::size_t>(b)]);
+    return x != y ? x < y : a > b;
+  });
+  index_t left = n;
+  std::size_t going = 0;
+  for (; going < open && left > keep; ++going) {
+    const slot_t first = scratch.slots[static_cast<std::size_t>(order[going])];
+    left -= begin_of(unit_of(first) + 1) - first;
+  }
+  std::sort(order.begin(), order.begin() + static_cast<std::ptrdiff_t>(going));
+
+  const std::span<slot_t> kept = plan.add_set(left, n);
+  const std::span<float> kept_scores = plan.last_scores();
+  std::size_t out = 0;
+  index_t slot = 0;
+  const auto keep_until = [&](index_t last) {
+    for (; slot < last; ++slot) {
+      kept[out] = static_cast<slot_t>(slot);
+      if (slot >= candidates.first && slot < candidates.last) kept_scores[out] = scores[static_cast<std::size_t>(slot)];
+      ++out;
+    }
+  };
+  for (const slot_t unit : order.first(going)) {
+    const slot_t first = scratch.slots[static_cast<std::size_t>(unit)];
+    keep_until(first);
+    slot = begin_of(unit_of(first) + 1);
+  }
+  keep_until(n);
+  return std::max<index_t>(0, left - keep);
+}
+
+}  // namespace detail
+
+/// Scores of all heads become one row, in row 0: for memory that keeps one set for all heads. `max` or `mean` (or `sum`), heads
+/// in order, so that the bits do not depend on who computes it.
+inline void reduce_heads(ScoreMatrix scores, Reduce how) noexcept {
   const std::span<float> first = scores.row(0);
   for (index_t h = 1; h < scores.heads; ++h)
     for (std::size_t j = 0; j < first.size(); ++j)
-      first[j] = how == Reduce::max ? max_or_nan(first[j], scores.row(h)[j]) : first[j] + scores.row(h)[j];
+      first[j] = how == Reduce::max ? detail::max_or_nan(first[j], scores.row(h)[j]) : first[j] + scores.row(h)[j];
   if (how == Reduce::mean)
     for (float& x : first) x /= static_cast<float>(scores.heads);
 }
 
-}  // namespace detail
+/// What a selection has to respect beside the scores: protected positions and boundaries of units.
+class SelectionRules {
+ public:
+  [[nodiscard]] std::span<const Range> protected_ranges() const noexcept { return ranges_; }
+  [[nodiscard]] std::span<const position_t> boundaries() const noexcept { return boundaries_; }
+
+  /// Allocates. Refused unless the range is ascending and overlaps none of the others.
+  [[nodiscard]] Status protect(Range range) {
+    if (range.first < 0 || range.last <= range.first)
+      return detail::invalid("range = [", range.first, ", ", range.last, "): must be ascending and not negative");
+    for (const Range& r : ranges_)
+      if (range.first < r.last && r.first < range.last)
+        return detail::invalid("range = [", range.first, ", ", range.last, "): overlaps the protected [", r.first, ", ", r.last,
+                               ")");
+    const auto behind = std::find_if(ranges_.begin(), ranges_.end(), [&](const Range& r) { return r.first > range.first; });
+    ranges_.insert(behind, range);
+    return {};
+  }
+
+  /// Allocates. Refused unless it is behind all before.
+  [[nodiscard]] Status add_boundary(position_t position) {
+    if (position < 0) return detail::invalid("boundary = ", position, ": must not be negative");
+    if (!boundaries_.empty() && position <= boundaries_.back())
+      return detail::error(StatusCode::out_of_order, "boundary = ", position, ": must be above ", boundaries_.back());
+    boundaries_.push_back(position);
+    return {};
+  }
+
+ private:
+  std::vector<Range> ranges_;           // of positions, ascending
+  std::vector<position_t> boundaries_;  // ascending
+};
+
 }  // namespace beaconkv::inline v0

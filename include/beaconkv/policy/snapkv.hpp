@@ -4,7 +4,7 @@
 /// \file
 /// SnapKV: the tokens that the end of the prompt attends to stay.
 
-#include "beaconkv/policy/eviction_policy.hpp"
+#include "beaconkv/policy/evict.hpp"
 
 namespace beaconkv::inline v0 {
 

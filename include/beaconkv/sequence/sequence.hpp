@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "beaconkv/policy/eviction_policy.hpp"
+#include "beaconkv/policy/evict.hpp"
 
 namespace beaconkv::inline v0 {
 
