@@ -26,15 +26,17 @@ struct Cells {
   float16* key(index_t head, index_t cell) {  // heads of all layers, one after the other
     return keys.data() + ((head / heads * num_cells + cell) * heads + head % heads) * dim;
   }
+  void store(index_t head, index_t cell, const std::vector<float>& row) {
+    std::transform(row.begin(), row.end(), key(head, cell), encode<float16>);
+  }
   void seq_rm(position_t p0, position_t p1) {
     for (position_t& p : pos) p = p0 <= p && p < p1 ? -1 : p;
   }
   void seq_add(position_t p0, position_t delta) {  // everything from p0 on
-    for (std::size_t c = 0; c < pos.size(); ++c)
-      if (pos[c] >= p0) {
-        pos[c] += delta;
-        shift[c] += delta;
-      }
+    for (std::size_t c = 0; c < pos.size(); ++c) {
+      shift[c] += pos[c] >= p0 ? delta : 0;
+      pos[c] += pos[c] >= p0 ? delta : 0;
+    }
   }
 };
 
@@ -75,8 +77,11 @@ class CellReader {
 };
 
 /// The key of a token before RoPE, made up.
-float made_up(index_t head, position_t token, index_t d) {
-  return static_cast<float>(std::sin(static_cast<double>((token + 1) * (head + 2) * (d + 3))));
+std::vector<float> made_up(index_t head, position_t token) {
+  std::vector<float> row;
+  for (index_t d = 0; d < dim; ++d)
+    row.push_back(static_cast<float>(std::sin(static_cast<double>((token + 1) * (head + 2) * (d + 3)))));
+  return row;
 }
 
 }  // namespace
@@ -97,14 +102,15 @@ int main() {
   for (position_t t = 0; t < 200; ++t) {
     const auto cell = std::find(cells.pos.begin(), cells.pos.end(), -1) - cells.pos.begin();  // any empty one
     for (index_t h = 0; h < layers * heads; ++h) {
-      for (index_t d = 0; d < dim; ++d) row[static_cast<std::size_t>(d)] = made_up(h, t, d);
+      row = made_up(h, t);
       rope.rotate(row.data(), t);
-      std::transform(row.begin(), row.end(), cells.key(h, cell), encode<float16>);
+      cells.store(h, cell, row);
     }
     cells.pos[static_cast<std::size_t>(cell)] = token[static_cast<std::size_t>(cell)] = t;
     reader.refresh();
     std::vector<float> queries;
-    for (index_t i = 0; i < layers * heads * dim; ++i) queries.push_back(made_up(i / dim, t + 1000, i % dim));
+    for (index_t h = 0; h < layers * heads; ++h)
+      for (const float q : made_up(h, t + 1000)) queries.push_back(q);
     policy.observe(queries, t).or_throw();
     if (!policy.due(reader)) continue;
 
@@ -132,9 +138,9 @@ int main() {
     for (index_t h = 0; h < layers * heads; ++h) {
       std::transform(cells.key(h, cell), cells.key(h, cell) + dim, row.begin(), [](float16 x) { return decode(x); });
       rope.realign(row.data(), cells.pos[c] - cells.shift[c], cells.pos[c]);
-      std::transform(row.begin(), row.end(), cells.key(h, cell), encode<float16>);
+      cells.store(h, cell, row);
 
-      for (index_t d = 0; d < dim; ++d) row[static_cast<std::size_t>(d)] = made_up(h, token[c], d);
+      row = made_up(h, token[c]);
       rope.rotate(row.data(), slot);  // as if the token had always stood there
       for (index_t d = 0; d < dim; ++d)
         worst = std::max(worst, std::fabs(double{decode(cells.key(h, cell)[d])} - row[static_cast<std::size_t>(d)]));

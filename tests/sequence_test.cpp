@@ -38,7 +38,7 @@ TEST_CASE("layers of a sequence evict as they would alone, each by its own budge
 
   std::vector<PlaneCache<float>> views;
   for (OwningCache<float>& m : memory) views.push_back(m.view());
-  auto sequence = Sequence<BeaconKV<>, PlaneCache<float>>::make(policies, views, capacity).or_throw();
+  auto sequence = Sequence<BeaconKV<>, PlaneCache<float>>::make(policies, views, {.capacity = capacity}).or_throw();
   Workspace work(alone[2].workspace_size(capacity));
 
   index_t evictions = 0;
@@ -79,7 +79,7 @@ TEST_CASE("a sequence needs one policy and one cache for each layer") {
   using Layers = Sequence<BeaconKV<>, PlaneCache<float>>;
   const BeaconKV<> policy(shape, {.budget = {.max = 16}, .n_recent_kv = 4}, RopeTable({.head_dim = 16}));
   OwningCache<float> cache(shape, capacity);
-  REQUIRE(Layers::make({}, {}, capacity).status().message().find("policies = 0") != std::string::npos);
-  REQUIRE(Layers::make({policy, policy}, {cache.view()}, capacity).status().message().find("caches = 1") != std::string::npos);
-  REQUIRE(Layers::make({policy}, {cache.view()}, -1).status().message().find("capacity = -1") != std::string::npos);
+  REQUIRE(Layers::make({}, {}, {.capacity = capacity}).status().message().find("policies = 0") != std::string::npos);
+  REQUIRE(Layers::make({policy, policy}, {cache.view()}, {.capacity = capacity}).status().message().find("caches = 1") != std::string::npos);
+  REQUIRE(Layers::make({policy}, {cache.view()}, {.capacity = -1}).status().message().find("capacity = -1") != std::string::npos);
 }

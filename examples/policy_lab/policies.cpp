@@ -32,7 +32,7 @@ class LayeredPolicy final : public ModelPolicy {
       if (!cache) return cache.status();
       caches.push_back(std::move(*cache));
     }
-    Result<Layers> layers = Layers::make(std::move(policies), std::move(caches), session.capacity());
+    Result<Layers> layers = Layers::make(std::move(policies), std::move(caches), {.capacity = session.capacity()});
     if (!layers) return layers.status();
     return std::unique_ptr<ModelPolicy>(new LayeredPolicy(std::move(*layers)));
   }

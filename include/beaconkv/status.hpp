@@ -30,6 +30,7 @@ enum class StatusCode : std::uint8_t {
   out_of_capacity,      ///< the memory given does not hold what it should
   workspace_too_small,  ///< the workspace is smaller than the matching `workspace_size` said
   stale_plan,           ///< a plan made for another state of the cache
+  damaged,              ///< saved bytes that are not what was saved
   unsupported,          ///< a combination that the library refuses by design
 };
 

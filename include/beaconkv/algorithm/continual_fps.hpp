@@ -44,6 +44,17 @@ class ContinualFps {
     return rows_.size() * sizeof(float) + tags_.size() * sizeof(position_t);
   }
 
+  /// Saves or loads the buffered rows (`archive.hpp`).
+  template <class Archive>
+  void exchange(Archive& archive) {
+    archive.expect("dim", dim_);
+    archive.expect("n_beacon", n_min_);
+    archive.expect("n_max", n_max_);
+    archive.value("number of beacons", size_, 0, n_max_ - 1);
+    archive.array("beacons", std::span(rows_).first(static_cast<std::size_t>(size_ * dim_)));
+    archive.array("beacon positions", std::span(tags_).first(static_cast<std::size_t>(size_)));
+  }
+
   /// Scratch of every call that takes a workspace; `prefill_rows` counts for `prefill` only.
   [[nodiscard]] WorkspaceSize workspace_size(index_t prefill_rows = 0) const {
     return detail::measure([&](Workspace& work) { static_cast<void>(Reduction(work, n_max_ + prefill_rows, *this)); });

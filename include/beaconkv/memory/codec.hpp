@@ -175,6 +175,24 @@ inline constexpr float largest_before_scale<float8_e5m2> = 57344.0F;
 template <class T>
 inline constexpr bool takes_scale = largest_before_scale<T> > 0.0F;
 
+/// What stands for `T` in saved bytes; never changes.
+template <class T>
+inline constexpr int storage_code = 0;
+template <>
+inline constexpr int storage_code<float> = 1;
+template <>
+inline constexpr int storage_code<float16> = 2;
+template <>
+inline constexpr int storage_code<bfloat16> = 3;
+template <>
+inline constexpr int storage_code<std::int8_t> = 4;
+template <>
+inline constexpr int storage_code<float8_e4m3> = 5;
+template <>
+inline constexpr int storage_code<float8_e5m2> = 6;
+template <>
+inline constexpr int storage_code<q8_0> = 7;
+
 /// A type that a cache can hold.
 template <class T>
 concept StorageType = std::is_trivially_copyable_v<T> &&(std::is_same_v<T, q8_0> || requires(T stored, float value) {

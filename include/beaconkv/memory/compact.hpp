@@ -33,6 +33,22 @@ template <CacheBuffer Cache>
 
 }  // namespace detail
 
+namespace detail {
+
+template <CacheBuffer Cache, class Move>
+void apply_plan(Cache& cache, const KeepPlan& plan, Move move) {
+  const index_t moves = keeps_one_set<Cache>() ? 1 : cache.num_kv_heads();
+  for (index_t head = 0; head < moves; ++head)
+    plan.for_each_move(head, [&](index_t to, index_t from, index_t count) { move(head, to, from, count); });
+  if constexpr (is_ragged<Cache>()) {
+    for (index_t head = 0; head < moves; ++head) cache.truncate(head, plan.num_kept(head));
+  } else {
+    cache.truncate(plan.num_kept(0));
+  }
+}
+
+}  // namespace detail
+
 /// Keeps what `plan` keeps, in place and without scratch: every row moves at most once, to a slot not behind its own. O(kept *
 /// D) bytes.
 ///
@@ -42,14 +58,20 @@ template <CacheBuffer Cache>
 [[nodiscard]] Status compact(Cache& cache, const KeepPlan& plan) {
   if (Status s = detail::validate_plan(cache, plan); !s) return s;
   if (plan.keeps_all()) return {};
-  const index_t moves = detail::keeps_one_set<Cache>() ? 1 : cache.num_kv_heads();
-  for (index_t head = 0; head < moves; ++head)
-    plan.for_each_move(head, [&](index_t to, index_t from, index_t count) { cache.move_run(head, to, from, count); });
-  if constexpr (detail::is_ragged<Cache>()) {
-    for (index_t head = 0; head < moves; ++head) cache.truncate(head, plan.num_kept(head));
-  } else {
-    cache.truncate(plan.num_kept(0));
-  }
+  detail::apply_plan(cache, plan,
+                     [&](index_t head, index_t to, index_t from, index_t count) { cache.move_run(head, to, from, count); });
+  return {};
+}
+
+/// As `compact`, where the engine has moved the rows by itself (a kernel on a GPU): counts and positions follow, keys and
+/// values are not touched.
+template <CacheBuffer Cache>
+requires requires(Cache& cache, index_t i) { cache.move_books(i, i, i, i); }
+[[nodiscard]] Status follow(Cache& cache, const KeepPlan& plan) {
+  if (Status s = detail::validate_plan(cache, plan); !s) return s;
+  if (plan.keeps_all()) return {};
+  detail::apply_plan(cache, plan,
+                     [&](index_t head, index_t to, index_t from, index_t count) { cache.move_books(head, to, from, count); });
   return {};
 }
 

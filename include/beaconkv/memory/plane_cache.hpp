@@ -5,29 +5,26 @@
 /// `PlaneCache`: a `CacheBuffer` over memory that an engine owns.
 
 #include <algorithm>
-#include <cstring>
-#include <limits>
-#include <vector>
 
-#include "beaconkv/memory/cache_buffer.hpp"
+#include "beaconkv/memory/cache_books.hpp"
 #include "beaconkv/memory/layouts.hpp"
 
 namespace beaconkv::inline v0 {
 
 /// The keys and values of one layer of one sequence, in memory that somebody else owns.
 ///
-/// It owns only its bookkeeping: how many tokens there are and their positions (8 bytes a slot, for each head that keeps a set
-/// of its own; twice that under `PositionMode::cache_relative`). The engine writes keys and values at slot `num_tokens()` of
-/// every head (of a ragged cache at `num_tokens(head)`) and then calls `append`. A copy refers to the same keys and values;
-/// `copy_from` copies rows too. Nothing allocates after construction.
+/// It owns only its bookkeeping (`CacheBooks`). The engine writes keys and values at slot `num_tokens()` of every head (of a
+/// ragged cache at `num_tokens(head)`) and then calls `append`. A copy refers to the same keys and values; `copy_from` copies
+/// rows too. Nothing allocates after construction.
 ///
 /// \tparam K storage type of keys, \tparam V of values (they may also differ in width), \tparam G which heads must agree.
 template <StorageType K, StorageType V = K, Granularity G = Granularity::per_head>
-class PlaneCache {
+class PlaneCache : public CacheBooks<G> {
+  using Books = CacheBooks<G>;
+
  public:
   using key_type = K;
   using value_type = V;
-  static constexpr Granularity granularity = G;
 
   /// A view of two planes that address the same heads. Allocates the positions of `capacity` slots, nothing later.
   [[nodiscard]] static Result<PlaneCache> make(const Plane<K>& keys, const Plane<V>& values,
@@ -73,50 +70,24 @@ class PlaneCache {
   }
 #endif
 
-  [[nodiscard]] index_t num_kv_heads() const noexcept { return keys_.heads; }
-  /// Tokens of a head; of the longest one where they differ.
-  [[nodiscard]] index_t num_tokens() const noexcept { return tokens_; }
-  [[nodiscard]] index_t num_tokens(index_t head) const noexcept requires(G == Granularity::per_head_ragged) {
-    return lengths_[static_cast<std::size_t>(head)];
-  }
-  [[nodiscard]] index_t capacity() const noexcept { return keys_.capacity; }
+  using Books::capacity;
+  using Books::num_kv_heads;
+  using Books::num_tokens;
+  using Books::position_mode;
   [[nodiscard]] index_t key_dim() const noexcept { return keys_.dim; }
   [[nodiscard]] index_t value_dim() const noexcept { return values_.dim; }
   [[nodiscard]] const Plane<K>& key_plane() const noexcept { return keys_; }
   [[nodiscard]] const Plane<V>& value_plane() const noexcept { return values_; }
 
-  /// The true position of the token in `slot` of `head`.
-  [[nodiscard]] position_t position(index_t head, index_t slot) const noexcept { return positions_[index_of(head, slot)]; }
-  /// The true position that the next token will at least have: one more than the newest token ever appended, whatever was
-  /// evicted since.
-  [[nodiscard]] position_t next_position() const noexcept { return next_position_; }
-
-  [[nodiscard]] PositionMode position_mode() const noexcept { return mode_; }
-  /// The position to which the key in `slot` is rotated (under `unrotated_keys`: is to be rotated by its reader).
-  [[nodiscard]] position_t rotary_position(index_t head, index_t slot) const noexcept {
-    if (mode_ == PositionMode::cache_relative) return rotary_[index_of(head, slot)];
-    return mode_ == PositionMode::unrotated_keys ? slot : position(head, slot);
-  }
-  /// The position to which the next token's key and query are to be rotated.
-  [[nodiscard]] position_t next_rotary_position() const noexcept {
-    if (mode_ == PositionMode::cache_relative) return next_rotary_;
-    return mode_ == PositionMode::unrotated_keys ? tokens_ : next_position_;
-  }
-
   /// A number for the state of this cache: other after every `append`, `truncate` or compaction, other for other memory.
   [[nodiscard]] std::uint64_t epoch() const noexcept {
-    return changes_ + reinterpret_cast<std::uintptr_t>(keys_.base) * std::uint64_t{0x9E3779B97F4A7C15};
+    return Books::changes() + reinterpret_cast<std::uintptr_t>(keys_.base) * std::uint64_t{0x9E3779B97F4A7C15};
   }
 
   /// Bytes of keys and values a token of this layer takes, their own scales included.
   [[nodiscard]] index_t bytes_per_token() const noexcept {
     return keys_.bytes_per_token() + (latent_ ? 0 : values_.bytes_per_token());
   }
-  /// Bytes that the cache itself holds.
-  [[nodiscard]] std::size_t state_bytes() const noexcept {
-    return (positions_.size() + rotary_.size()) * sizeof(position_t) + lengths_.size() * sizeof(index_t);
-  }
-
   /// Rows of keys as floats; see `CacheReader`.
   [[nodiscard]] ConstRows keys(index_t head, index_t first, index_t count, float* scratch) const noexcept {
     return tile(keys_, head, first, count, scratch);
@@ -131,57 +102,16 @@ class PlaneCache {
 
   /// The engine wrote `count` tokens from slot `num_tokens()` on, at positions `first_position`, `first_position + 1`, ...
   [[nodiscard]] Status append_run(position_t first_position, index_t count) {
-    if (count < 0) return detail::invalid("count = ", count, ": must not be negative");
-    if (count > capacity() - tokens_)
-      return detail::error(StatusCode::out_of_capacity, "count = ", count, ": the cache has room for ", capacity() - tokens_,
-                           " more of its ", capacity(), " tokens");
-    if (first_position < next_position_)
-      return detail::error(StatusCode::out_of_order, "position = ", first_position, ": must be at least ", next_position_);
-    if (Status s = detail::check_pages(keys_, tokens_, count, "keys"); !s) return s;
-    if (Status s = detail::check_pages(values_, tokens_, count, "values"); !s) return s;
-    if (count == 0) return {};
-    for (index_t h = 0; h < sets(); ++h) {
-      const index_t first = length_of(h);
-      for (index_t i = 0; i < count; ++i) {
-        positions_[index_of(h, first + i)] = first_position + i;
-        if (!rotary_.empty()) rotary_[index_of(h, first + i)] = next_rotary_ + i;
-      }
-      if constexpr (G == Granularity::per_head_ragged) lengths_[static_cast<std::size_t>(h)] += count;
-    }
-    tokens_ += count;
-    next_position_ = first_position + count;
-    next_rotary_ += count;
-    undoable_ += count;
-    ++changes_;
-    return {};
-  }
-
-  /// Takes back the newest `count` tokens, `next_position` included, as if they had never been appended. Only tokens behind
-  /// the last eviction and the pinned prefix can be taken back: returns how many were.
-  [[nodiscard]] Result<index_t> rollback(index_t count) {
-    if (count < 0) return detail::invalid("count = ", count, ": must not be negative");
-    const index_t undone = std::min({count, undoable_, tokens_ - pinned_});
-    if (undone == 0) return undone;
-    undoable_ -= undone;
-    next_position_ = undoable_ > 0 ? position(0, length_of(0) - undone - 1) + 1 : firm_position_;
-    next_rotary_ -= undone;
-    shorten(tokens_ - undone, undone);
-    return undone;
-  }
-
-  /// Leading slots that other sequences share: never moved, never evicted.
-  [[nodiscard]] index_t pinned_prefix() const noexcept { return pinned_; }
-  [[nodiscard]] Status set_pinned_prefix(index_t count) {
-    index_t shortest = tokens_;
-    for (index_t h = 0; h < sets(); ++h) shortest = std::min(shortest, length_of(h));
-    if (count < 0 || count > shortest) return detail::invalid("pinned prefix = ", count, ": must be between 0 and ", shortest);
-    pinned_ = count;
+    if (Status s = Books::check_append(first_position, count); !s) return s;
+    if (Status s = detail::check_pages(keys_, num_tokens(), count, "keys"); !s) return s;
+    if (Status s = detail::check_pages(values_, num_tokens(), count, "values"); !s) return s;
+    Books::note_append(first_position, count);
     return {};
   }
 
   /// Moves `count` slots of `head` from `from` to `to <= from`: bytes of keys, values and scales, and positions.
   void move_run(index_t head, index_t to, index_t from, index_t count) noexcept {
-    BEACONKV_ASSERT(0 <= to && to <= from && count >= 0 && from + count <= tokens_);
+    BEACONKV_ASSERT(0 <= to && to <= from && count >= 0 && from + count <= num_tokens());
     if (to == from) return;
     const index_t first_head = one_set ? 0 : head;
     const index_t last_head = one_set ? keys_.heads : head + 1;
@@ -190,24 +120,12 @@ class PlaneCache {
         detail::copy_row(keys_, h, to + i, keys_, h, from + i);
         if (!latent_) detail::copy_row(values_, h, to + i, values_, h, from + i);
       }
-    move_positions(positions_, head, to, from, count);
-    if (!rotary_.empty()) move_positions(rotary_, head, to, from, count);
+    Books::note_move(head, to, from, count);
   }
-
-  /// Keeps the first `count` slots of every head. `next_position` stays.
-  void truncate(index_t count) noexcept requires(G != Granularity::per_head_ragged) {
-    BEACONKV_ASSERT(0 <= count && count <= tokens_);
-    make_firm();
-    shorten(count, tokens_ - count);
-  }
-  /// Keeps the first `count` slots of `head`. `next_position` stays.
-  void truncate(index_t head, index_t count) noexcept requires(G == Granularity::per_head_ragged) {
-    index_t& length = lengths_[static_cast<std::size_t>(head)];
-    BEACONKV_ASSERT(pinned_ <= count && count <= length);
-    length = count;
-    tokens_ = *std::max_element(lengths_.begin(), lengths_.end());
-    make_firm();
-    ++changes_;
+  /// The same where the engine has moved the rows by itself: only the books follow. See `follow`.
+  void move_books(index_t head, index_t to, index_t from, index_t count) noexcept {
+    BEACONKV_ASSERT(0 <= to && to <= from && count >= 0 && from + count <= num_tokens());
+    Books::note_move(head, to, from, count);
   }
 
   /// Whether `store_key` can hold any numbers: not where rows share a scale.
@@ -220,13 +138,6 @@ class PlaneCache {
   void store_key(index_t head, index_t slot, const float* row) noexcept { detail::store_row(keys_, head, slot, row); }
   /// Writes one value, encoded once.
   void store_value(index_t head, index_t slot, const float* row) noexcept { detail::store_row(values_, head, slot, row); }
-  /// Notes to which position a key was rotated. For `realign_to_slots`.
-  void set_rotary_position(index_t head, index_t slot, position_t position) noexcept {
-    BEACONKV_ASSERT(mode_ == PositionMode::cache_relative);
-    rotary_[index_of(head, slot)] = position;
-  }
-  void set_next_rotary_position(position_t position) noexcept { next_rotary_ = position; }
-
   /// Points the same bookkeeping at other memory of the same shape (after the engine moved or copied its buffers).
   [[nodiscard]] Status rebase(const Plane<K>& keys, const Plane<V>& values) {
     if (Status s = detail::validate_plane(keys, "keys"); !s) return s;
@@ -235,8 +146,8 @@ class PlaneCache {
     if (Status s = detail::same_rows(values_, values, "rebase: values"); !s) return s;
     if (keys.capacity != keys_.capacity || values.capacity != keys_.capacity)
       return detail::invalid("rebase: capacity = ", keys.capacity, ": must be the cache's ", keys_.capacity);
-    if (Status s = detail::check_pages(keys, 0, tokens_, "keys"); !s) return s;
-    if (Status s = detail::check_pages(values, 0, tokens_, "values"); !s) return s;
+    if (Status s = detail::check_pages(keys, 0, num_tokens(), "keys"); !s) return s;
+    if (Status s = detail::check_pages(values, 0, num_tokens(), "values"); !s) return s;
     keys_ = keys;
     values_ = values;
     return {};
@@ -246,75 +157,74 @@ class PlaneCache {
   [[nodiscard]] Status copy_from(const PlaneCache& other) {
     if (Status s = detail::same_rows(keys_, other.keys_, "copy_from: keys"); !s) return s;
     if (Status s = detail::same_rows(values_, other.values_, "copy_from: values"); !s) return s;
-    if (mode_ != other.mode_ || latent_ != other.latent_)
+    if (position_mode() != other.position_mode() || latent_ != other.latent_)
       return detail::invalid("copy_from: the caches differ in position mode or latent values");
-    if (other.tokens_ > capacity())
-      return detail::error(StatusCode::out_of_capacity, "copy_from: ", other.tokens_, " tokens, capacity = ", capacity());
-    if (Status s = detail::check_pages(keys_, 0, other.tokens_, "keys"); !s) return s;
-    if (Status s = detail::check_pages(values_, 0, other.tokens_, "values"); !s) return s;
+    if (other.num_tokens() > capacity())
+      return detail::error(StatusCode::out_of_capacity, "copy_from: ", other.num_tokens(), " tokens, capacity = ", capacity());
+    if (Status s = detail::check_pages(keys_, 0, other.num_tokens(), "keys"); !s) return s;
+    if (Status s = detail::check_pages(values_, 0, other.num_tokens(), "values"); !s) return s;
     for (index_t h = 0; h < keys_.heads; ++h)
-      for (index_t i = 0; i < other.length_of(one_set ? 0 : h); ++i) {
+      for (index_t i = 0; i < other.length_of(h); ++i) {
         detail::copy_row(keys_, h, i, other.keys_, h, i);
         if (!latent_) detail::copy_row(values_, h, i, other.values_, h, i);
       }
-    for (index_t h = 0; h < sets(); ++h)
-      for (index_t i = 0; i < other.length_of(h); ++i) {
-        positions_[index_of(h, i)] = other.positions_[other.index_of(h, i)];
-        if (!rotary_.empty()) rotary_[index_of(h, i)] = other.rotary_[other.index_of(h, i)];
-      }
-    lengths_ = other.lengths_;
-    tokens_ = other.tokens_;
-    pinned_ = other.pinned_;
-    undoable_ = other.undoable_;
-    firm_position_ = other.firm_position_;
-    next_position_ = other.next_position_;
-    next_rotary_ = other.next_rotary_;
-    ++changes_;
+    Books::copy_books(other);
     return {};
   }
 
+  /// Saves or loads how many tokens there are and where (`archive.hpp`); the rows come with `exchange_rows`, so that all that
+  /// can be refused is refused before a row is written.
+  template <class Archive>
+  void exchange_books(Archive& archive) {
+    archive.expect("key_dim", keys_.dim);
+    archive.expect("value_dim", values_.dim);
+    archive.expect("key storage", storage_code<K>);
+    archive.expect("value storage", storage_code<V>);
+    archive.expect("scales of keys by row", keys_.scales.per_row() ? 1 : 0);
+    archive.expect("scales of values by row", values_.scales.per_row() ? 1 : 0);
+    archive.expect("latent values", latent_ ? 1 : 0);
+    Books::exchange(archive);
+    if constexpr (Archive::loading) {
+      if (!archive.ok()) return;
+      archive.fail(detail::check_pages(keys_, 0, num_tokens(), "keys"));
+      archive.fail(detail::check_pages(values_, 0, num_tokens(), "values"));
+    }
+  }
+  /// Bytes that `exchange_rows` reads or writes.
+  [[nodiscard]] std::size_t row_bytes() const noexcept {
+    index_t rows = 0;
+    for (index_t h = 0; h < keys_.heads; ++h) rows += length_of(h);
+    return static_cast<std::size_t>(rows * (bytes_per_token() / keys_.heads));
+  }
+  /// Saves or loads the bytes of all rows, scales included. The layout in memory may be another one.
+  template <class Archive>
+  void exchange_rows(Archive& archive) {
+    for (index_t h = 0; h < keys_.heads; ++h)
+      for (index_t i = 0; i < length_of(h); ++i) {
+        exchange_row(archive, keys_, h, i);
+        if (!latent_) exchange_row(archive, values_, h, i);
+      }
+  }
+
  private:
-  static constexpr bool one_set = G == Granularity::per_layer || G == Granularity::per_sequence;
+  using Books::length_of;
+  using Books::one_set;
 
   [[nodiscard]] static Result<PlaneCache> make_checked(const Plane<K>& keys, const Plane<V>& values, PositionMode mode) {
     if (Status s = detail::validate_plane(keys, "keys"); !s) return s;
-    if (keys.capacity > std::numeric_limits<slot_t>::max())
-      return detail::invalid("keys.capacity = ", keys.capacity, ": must be below ", std::numeric_limits<slot_t>::max());
-    if (G == Granularity::per_head_ragged && mode != PositionMode::true_positions)
-      return detail::error(StatusCode::unsupported,
-                           "position mode: heads of different lengths have no common positions within the cache");
+    if (Status s = Books::validate_books(keys.capacity, mode); !s) return s;
     return PlaneCache(keys, values, mode);
   }
 
   PlaneCache(const Plane<K>& keys, const Plane<V>& values, PositionMode mode)
-      : keys_(keys), values_(values), mode_(mode), positions_(static_cast<std::size_t>(sets() * keys.capacity)) {
-    if (mode == PositionMode::cache_relative) rotary_.resize(positions_.size());
-    if constexpr (G == Granularity::per_head_ragged) lengths_.resize(static_cast<std::size_t>(keys.heads));
-  }
+      : Books(keys.heads, keys.capacity, mode), keys_(keys), values_(values) {}
 
-  [[nodiscard]] index_t sets() const noexcept { return one_set ? 1 : keys_.heads; }
-  [[nodiscard]] index_t length_of(index_t head) const noexcept { return detail::tokens_of(*this, head); }
-  [[nodiscard]] std::size_t index_of(index_t head, index_t slot) const noexcept {
-    return static_cast<std::size_t>((one_set ? 0 : head) * keys_.capacity + slot);
-  }
-
-  /// `tokens` are left in the longest head, and `gone` fewer than before in each.
-  void shorten(index_t tokens, index_t gone) noexcept {
-    for (index_t& length : lengths_) length -= gone;
-    tokens_ = tokens;
-    pinned_ = std::min(pinned_, tokens);
-    ++changes_;
-  }
-
-  /// What was appended until now can no longer be taken back.
-  void make_firm() noexcept {
-    undoable_ = 0;
-    firm_position_ = next_position_;
-  }
-
-  void move_positions(std::vector<position_t>& all, index_t head, index_t to, index_t from, index_t count) noexcept {
-    position_t* const p = all.data() + index_of(head, 0);
-    std::memmove(p + to, p + from, static_cast<std::size_t>(count) * sizeof(position_t));
+  template <class Archive, class T>
+  static void exchange_row(Archive& archive, const Plane<T>& plane, index_t head, index_t slot) {
+    T* const row = plane.row(head, slot);
+    for (index_t d = 0; d < plane.elements(); ++d) archive.bytes(row + d * plane.stride.dim, sizeof(T));
+    if constexpr (takes_scale<T>)
+      if (plane.scales.per_row()) archive.bytes(plane.scale(head, slot), sizeof(float));
   }
 
   template <class T>
@@ -330,18 +240,7 @@ class PlaneCache {
 
   Plane<K> keys_;
   Plane<V> values_;
-  PositionMode mode_;
   bool latent_ = false;  // values are the first numbers of the keys
-  index_t tokens_ = 0;   // of the longest head
-  index_t pinned_ = 0;
-  index_t undoable_ = 0;  // appended since slots last moved
-  position_t next_position_ = 0;
-  position_t firm_position_ = 0;  // next_position_ before the undoable tokens
-  position_t next_rotary_ = 0;
-  std::uint64_t changes_ = 0;
-  std::vector<position_t> positions_;  // [sets][capacity]
-  std::vector<position_t> rotary_;     // [sets][capacity] under cache_relative
-  std::vector<index_t> lengths_;       // [heads] of a ragged cache
 };
 
 static_assert(CacheBuffer<PlaneCache<float>>);

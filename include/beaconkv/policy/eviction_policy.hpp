@@ -84,8 +84,9 @@ class EvictionPolicy : public PolicyState<ObserverT, ScorerT, ScheduleT> {
   }
 
   /// The plan that keeps `keep` tokens of each head by these scores (default: what the schedule aims at). Changes nothing but
-  /// `plan`, and, where all heads keep one set, row 0 of `scores`. Such a cache also takes a single row, already reduced (see
-  /// `reduce_heads`). Protected tokens beyond `keep` are kept too and reported as the plan's shortfall.
+  /// `plan`, and, where all heads keep one set, row 0 of `scores`. There the rows may also be those of all tensor-parallel
+  /// ranks, in head order, or the one that they became (`reduce_heads`). Protected tokens beyond `keep` are kept too and
+  /// reported as the plan's shortfall.
   template <CacheReader Cache>
   [[nodiscard]] Status select(const Cache& cache, ScoreMatrix scores, Workspace& work, KeepPlan& plan,
                               std::optional<index_t> keep = {}) const {
@@ -289,10 +290,11 @@ class EvictionPolicy : public PolicyState<ObserverT, ScorerT, ScheduleT> {
   }
 
   template <CacheReader Cache>
-  [[nodiscard]] Status check_scores(const Cache& cache, const ScoreMatrix& scores, bool may_be_reduced) const {
+  [[nodiscard]] Status check_scores(const Cache& cache, const ScoreMatrix& scores, bool of_ranks) const {
     if (Status s = check_cache(cache); !s) return s;
-    if (scores.tokens == cache.num_tokens() && (scores.heads == shape_.kv_heads || (may_be_reduced && scores.heads == 1)))
-      return {};
+    const bool heads_fit = scores.heads == shape_.kv_heads ||
+                           (of_ranks && (scores.heads == 1 || (scores.heads > 0 && scores.heads % shape_.kv_heads == 0)));
+    if (heads_fit && scores.tokens == cache.num_tokens()) return {};
     return detail::invalid("scores are [", scores.heads, "][", scores.tokens, "]: the cache has [", shape_.kv_heads, "][",
                            cache.num_tokens(), "]");
   }

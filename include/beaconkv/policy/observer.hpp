@@ -5,7 +5,8 @@
 /// Observers: which queries a policy remembers between evictions. The queries of one layer, all query heads.
 ///
 /// An observer is a value with `options`, `prefill`, `observe`, `rows`, `write_rows`, `commit`, `state_bytes` and two workspace
-/// queries; see the concept `Observer`. Stock models: `NoQueries`, `RecentQueries`, `BeaconQueries`.
+/// queries; see the concept `Observer`. One that can be saved has `exchange` (`archive.hpp`), too. Stock models: `NoQueries`,
+/// `RecentQueries`, `BeaconQueries`.
 
 #include <algorithm>
 #include <concepts>
@@ -15,6 +16,7 @@
 
 #include "beaconkv/algorithm/continual_fps.hpp"
 #include "beaconkv/algorithm/rope.hpp"
+#include "beaconkv/archive.hpp"
 
 namespace beaconkv::inline v0 {
 
@@ -85,6 +87,15 @@ class QueryRing {
     return rows_.size() * sizeof(float) + positions_.size() * sizeof(position_t);
   }
 
+  template <class Archive>
+  void exchange(Archive& archive) {
+    archive.expect("n_recent_queries", capacity_);
+    archive.value("number of recent queries", size_, 0, capacity_);
+    archive.value("first recent query", first_, 0, capacity_ - 1);
+    archive.array("recent queries", std::span(rows_));
+    archive.array("positions of recent queries", std::span(positions_));
+  }
+
   /// Adds one token; the oldest one makes room.
   void push(const QuerySource& queries, index_t token) {
     if (full()) {
@@ -148,6 +159,10 @@ class NoQueries {
   [[nodiscard]] WorkspaceSize workspace_size() const { return {}; }
   [[nodiscard]] WorkspaceSize prefill_workspace_size(index_t) const { return {}; }
   [[nodiscard]] std::size_t state_bytes() const noexcept { return 0; }
+  template <class Archive>
+  void exchange(Archive& archive) {
+    archive.expect("observer", 0);
+  }
 };
 
 /// Remembers the queries of the last `count` tokens, of the prompt or decoded.
@@ -203,6 +218,11 @@ class RecentQueries {
   }
   [[nodiscard]] WorkspaceSize prefill_workspace_size(index_t) const { return {}; }
   [[nodiscard]] std::size_t state_bytes() const noexcept { return ring_.state_bytes(); }
+  template <class Archive>
+  void exchange(Archive& archive) {
+    archive.expect("observer", newest_twice_ ? 2 : 1);
+    ring_.exchange(archive);
+  }
 
  private:
   index_t heads_;
@@ -322,6 +342,19 @@ class BeaconQueries {
     std::size_t bytes = ring_.state_bytes();
     for (const ContinualFps& b : buffers_) bytes += b.state_bytes();
     return bytes;
+  }
+
+  template <class Archive>
+  void exchange(Archive& archive) {
+    archive.expect("observer", 3);
+    archive.expect("n_beacon", n_beacon_);
+    ring_.exchange(archive);
+    for (ContinualFps& b : buffers_) b.exchange(archive);
+    if constexpr (Archive::loading)  // all heads have equally many
+      for (const ContinualFps& b : buffers_)
+        if (b.size() != buffers_[0].size())
+          archive.fail(detail::error(StatusCode::damaged, "saved state: heads have ", buffers_[0].size(), " and ", b.size(),
+                                     " beacons"));
   }
 
  private:

@@ -8,6 +8,8 @@
 #include <limits>
 #include <optional>
 #include <span>
+#include <utility>
+#include <vector>
 
 #include "beaconkv/algorithm/rope.hpp"
 #include "beaconkv/policy/observer.hpp"
@@ -36,10 +38,14 @@ class PolicyState {
   [[nodiscard]] const ObserverT& observer() const noexcept { return observer_; }
   [[nodiscard]] const ScorerT& scorer() const noexcept { return scorer_; }
   [[nodiscard]] const ScheduleT& schedule() const noexcept { return schedule_; }
+  /// Null where the policy was made without a table.
+  [[nodiscard]] const RopeTable* rope() const noexcept { return rope_.empty() ? nullptr : &rope_; }
   /// The position that the next token must at least have.
   [[nodiscard]] position_t next_position() const noexcept { return next_position_; }
   /// Positions below this are protected.
   [[nodiscard]] position_t prefix() const noexcept { return protection_.n_prefix ? *protection_.n_prefix : prompt_end_; }
+  /// How scores of several heads become one where they keep one set.
+  [[nodiscard]] Reduce shared_reduce() const noexcept { return shared_reduce_; }
   /// Bytes that the policy itself holds: remembered queries and per-slot state.
   [[nodiscard]] std::size_t state_bytes() const noexcept {
     std::size_t bytes = observer_.state_bytes();
@@ -70,6 +76,44 @@ class PolicyState {
   /// The same with queries as the attention used them.
   [[nodiscard]] Status observe_rotated(std::span<const float> queries, position_t position) {
     return take_token(queries, position, true);
+  }
+
+  /// Appends all that the policy remembers to `out`, with version and checksum. Its options are not part of it. Allocates.
+  void save(std::vector<std::byte>& out) const {
+    PolicyState copy = *this;  // one function reads and writes
+    detail::save_framed(out, [&](StateWriter& archive) { copy.exchange(archive); });
+  }
+  /// Goes on where a policy of the same shape, observer and options stood when it was saved. Damaged bytes, another shape or
+  /// another size of what is remembered are refused by name, and nothing has changed. Allocates.
+  [[nodiscard]] Status load(std::span<const std::byte> in) {
+    PolicyState copy = *this;
+    if (Status s = detail::load_framed(in, [&](StateReader& archive) { copy.exchange(archive); }); !s) return s;
+    *this = std::move(copy);
+    return {};
+  }
+  /// Saves or loads (`archive.hpp`). Own observers, and own scorers that follow plans, need an `exchange` for this.
+  template <class Archive>
+  void exchange(Archive& archive) {
+    static_assert(
+        requires { observer_.exchange(archive); }, "this observer cannot be saved: it has no exchange(archive)");
+    static_assert(
+        requires { scorer_.exchange(archive); } || !requires(const KeepPlan& plan) { scorer_.commit(plan, shape_); },
+        "this scorer cannot be saved: it follows plans and has no exchange(archive)");
+    constexpr std::int64_t far = std::numeric_limits<position_t>::max();
+    archive.expect("query_heads", shape_.query_heads);
+    archive.expect("kv_heads", shape_.kv_heads);
+    archive.expect("head_dim", shape_.head_dim);
+    archive.value("next position", next_position_, 0, far);
+    archive.value("end of the prompt", prompt_end_, 0, far);
+    archive.value("after a prefill", after_prefill_);
+    archive.value("has decoded", decoded_);
+    archive.value("committed since a token", committed_since_token_);
+    archive.value("eviction on", eviction_on_);
+    rules_.exchange(archive);
+    observer_.exchange(archive);
+    if constexpr (requires { scorer_.exchange(archive); }) scorer_.exchange(archive);
+    if constexpr (requires { schedule_.exchange(archive); }) schedule_.exchange(archive);
+    if constexpr (Archive::loading) committed_epoch_.reset();  // states of caches have other numbers now
   }
 
   /// Protects the positions `[range.first, range.last)` from now on. Protected tokens still take part in the softmax and the
@@ -115,8 +159,6 @@ class PolicyState {
       return detail::invalid("rope.head_dim = ", parts.rope.head_dim(), ": must be shape.head_dim = ", shape.head_dim);
     return {};
   }
-
-  [[nodiscard]] const RopeTable* rope() const noexcept { return rope_.empty() ? nullptr : &rope_; }
 
   void note_prompt(position_t first_position, index_t tokens) {
     if (!decoded_) prompt_end_ = first_position + tokens;

@@ -58,6 +58,19 @@ class PublishedOrder {
     }
   }
 
+  template <class Archive>
+  void exchange(Archive& archive) {
+    constexpr std::int64_t most = std::numeric_limits<slot_t>::max();
+    auto heads = static_cast<std::int64_t>(slots_.size());
+    archive.value("heads in published order", heads, 0, 1 << 16);
+    if constexpr (Archive::loading) slots_.resize(static_cast<std::size_t>(archive.ok() ? heads : 0));
+    for (auto& head : slots_) {
+      archive.list("published order", head, static_cast<std::size_t>(most));
+      if constexpr (Archive::loading)
+        if (!is_permutation(head)) archive.fail(error(StatusCode::damaged, "saved state: published order: is no order"));
+    }
+  }
+
   [[nodiscard]] std::size_t state_bytes() const noexcept {
     std::size_t bytes = 0;
     for (const auto& head : slots_) bytes += head.size() * sizeof(slot_t);
@@ -65,6 +78,15 @@ class PublishedOrder {
   }
 
  private:
+  [[nodiscard]] static bool is_permutation(const std::vector<slot_t>& order) {
+    std::vector<bool> seen(order.size());
+    for (const slot_t slot : order) {
+      if (slot < 0 || slot >= static_cast<slot_t>(order.size()) || seen[static_cast<std::size_t>(slot)]) return false;
+      seen[static_cast<std::size_t>(slot)] = true;
+    }
+    return true;
+  }
+
   std::vector<std::vector<slot_t>> slots_;  // of each KV head
 };
 
@@ -162,6 +184,11 @@ class RKVScorer {
     if (options_.order == RKVOrder::published) published_.follow(plan, shape.kv_heads);
   }
   [[nodiscard]] std::size_t state_bytes() const noexcept { return published_.state_bytes(); }
+  template <class Archive>
+  void exchange(Archive& archive) {
+    archive.expect("order", static_cast<std::int64_t>(options_.order));
+    published_.exchange(archive);
+  }
 
  private:
   template <CacheReader Cache>

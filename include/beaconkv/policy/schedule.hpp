@@ -5,9 +5,10 @@
 /// Schedules: when a policy evicts, and how many tokens of a head stay. All counts are integers, in tokens of one head.
 ///
 /// A schedule is a small aggregate with `validate(protected)`, `due(state)`, `target(state)` and `committed()`; see the concept
-/// `Schedule`.
+/// `Schedule`. One that counts also has `exchange`, to be saved.
 
 #include <concepts>
+#include <limits>
 #include <optional>
 
 #include "beaconkv/types.hpp"
@@ -135,6 +136,10 @@ struct GrowingBudget {
     return kept < state.tokens ? kept : state.tokens;
   }
   void committed() noexcept { ++evictions; }
+  template <class Archive>
+  void exchange(Archive& archive) {
+    archive.value("evictions", evictions, 0, std::numeric_limits<std::int32_t>::max());
+  }
 };
 
 static_assert(Schedule<FixedBudget> && Schedule<PromptBudget> && Schedule<IntervalBudget> && Schedule<GrowingBudget>);

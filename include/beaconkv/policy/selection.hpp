@@ -212,6 +212,23 @@ class SelectionRules {
     return {};
   }
 
+  template <class Archive>
+  void exchange(Archive& archive) {
+    constexpr std::size_t most = std::size_t{1} << 32;
+    std::vector<position_t> ends;
+    for (const Range& r : ranges_) ends.insert(ends.end(), {r.first, r.last});
+    archive.list("protected ranges", ends, most);
+    archive.list("boundaries", boundaries_, most);
+    if constexpr (Archive::loading) {
+      SelectionRules read;
+      for (std::size_t i = 0; i + 1 < ends.size(); i += 2)
+        if (Status s = read.protect({ends[i], ends[i + 1]}); !s) archive.fail(std::move(s));
+      for (const position_t b : boundaries_)
+        if (Status s = read.add_boundary(b); !s) archive.fail(std::move(s));
+      *this = std::move(read);
+    }
+  }
+
  private:
   std::vector<Range> ranges_;           // of positions, ascending
   std::vector<position_t> boundaries_;  // ascending

@@ -1,0 +1,63 @@
+// beaconkv: KV-cache eviction policies. SPDX-License-Identifier: MIT
+#pragma once
+
+/// \file
+/// The queries of tentative tokens: kept apart until it is known which of them stay.
+
+#include <algorithm>
+#include <span>
+#include <vector>
+
+#include "beaconkv/types.hpp"
+
+namespace beaconkv::inline v0::detail {
+
+/// Up to `most` tokens of each layer, `[layers][most][width]`. Nothing allocates after construction.
+class DraftTokens {
+ public:
+  DraftTokens(index_t layers, index_t width, index_t most)
+      : width_(width),
+        most_(most),
+        queries_(static_cast<std::size_t>(layers * most * width)),
+        positions_(static_cast<std::size_t>(layers * most)),
+        sizes_(static_cast<std::size_t>(layers)) {}
+
+  /// The most that a layer has seen.
+  [[nodiscard]] index_t size() const noexcept { return sizes_.empty() ? 0 : *std::max_element(sizes_.begin(), sizes_.end()); }
+  [[nodiscard]] index_t size(index_t layer) const noexcept { return sizes_[static_cast<std::size_t>(layer)]; }
+  [[nodiscard]] std::span<const float> queries(index_t layer, index_t i) const noexcept {
+    return std::span(queries_).subspan(static_cast<std::size_t>((layer * most_ + i) * width_),
+                                       static_cast<std::size_t>(width_));
+  }
+  [[nodiscard]] position_t position(index_t layer, index_t i) const noexcept {
+    return positions_[static_cast<std::size_t>(layer * most_ + i)];
+  }
+  [[nodiscard]] std::size_t state_bytes() const noexcept {
+    return queries_.size() * sizeof(float) + positions_.size() * sizeof(position_t);
+  }
+
+  [[nodiscard]] Status push(index_t layer, std::span<const float> queries, position_t position) {
+    index_t& size = sizes_[static_cast<std::size_t>(layer)];
+    if (static_cast<index_t>(queries.size()) != width_)
+      return invalid("queries have ", queries.size(), " numbers: must have ", width_);
+    if (size == most_) return error(StatusCode::out_of_capacity, "max_draft_tokens = ", most_, ": as many are tentative");
+    std::copy(queries.begin(), queries.end(), queries_.begin() + (layer * most_ + size) * width_);
+    positions_[static_cast<std::size_t>(layer * most_ + size)] = position;
+    ++size;
+    return {};
+  }
+  /// Forgets the newest `count` of every layer.
+  void drop(index_t count) noexcept {
+    for (index_t& size : sizes_) size = std::max<index_t>(0, size - count);
+  }
+  void clear() noexcept { std::fill(sizes_.begin(), sizes_.end(), index_t{0}); }
+
+ private:
+  index_t width_;
+  index_t most_;
+  std::vector<float> queries_;
+  std::vector<position_t> positions_;
+  std::vector<index_t> sizes_;  // of each layer
+};
+
+}  // namespace beaconkv::inline v0::detail
