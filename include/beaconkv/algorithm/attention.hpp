@@ -51,6 +51,8 @@ struct AttentionQueries {
   index_t dim = 0;
   /// `[group][rows]`: how many leading keys each row may see (the causal mask, since keys are in time order).
   std::span<const slot_t> visible{};
+  /// `[group]` or empty: a logit of each head that takes its share of every softmax and belongs to no key (learned sinks).
+  std::span<const float> sink_logits{};
 };
 
 struct ScoreReport {
@@ -187,6 +189,12 @@ inline void exponentials(float* logits, index_t keys, index_t m, float* top, flo
   for (index_t r = 0; r < m; ++r) weight[r] = top[r] > masked_logit && weight[r] > 0 ? 1.0F / weight[r] : 0.0F;
 }
 
+/// Adds a logit that belongs to no key to the softmax of each of a head's rows.
+inline void add_sink(float sink, const float* top, float* weight, index_t rows) noexcept {
+  for (index_t r = 0; r < rows; ++r)
+    if (weight[r] > 0) weight[r] = 1.0F / (1.0F / weight[r] + std::exp(std::min(sink - top[r], 80.0F)));
+}
+
 /// One number a key from a head's weights: rows `[first_row, first_row + rows)` of `e` [keys][m].
 inline void reduce_rows(const float* e, index_t keys, index_t m, index_t first_row, index_t rows, const float* weight,
                         Reduce how, std::span<float> out) {
@@ -234,6 +242,13 @@ template <class Keys>
                            ": must be positive");
   if (static_cast<index_t>(queries.visible.size()) != all_rows)
     return detail::invalid("queries.visible has ", queries.visible.size(), " entries: ", all_rows, " are needed");
+  if (!queries.sink_logits.empty()) {
+    if (static_cast<index_t>(queries.sink_logits.size()) != queries.group)
+      return detail::invalid("queries.sink_logits has ", queries.sink_logits.size(), " entries: ", queries.group,
+                             " are needed");
+    if (options.group_stage == GroupStage::logits)
+      return detail::error(StatusCode::unsupported, "sink_logits: heads that meet in their logits share no softmax with them");
+  }
   if (domain.first < 0 || n < 0) return detail::invalid("domain = [", domain.first, ", ", domain.last, "): must be ascending");
   if (pooled.first < domain.first || pooled.last > domain.last || pooled.size() < 0)
     return detail::invalid("pooled = [", pooled.first, ", ", pooled.last, "): must lie in the domain [", domain.first, ", ",
@@ -260,6 +275,11 @@ template <class Keys>
     if (one_head) detail::reduce_group_logits(filled, count, queries.group, queries.rows, options.over_heads, logits);
   }
   detail::exponentials(scratch.logits.data(), n, m, scratch.top.data(), scratch.weight.data());
+
+  for (std::size_t g = 0; g < queries.sink_logits.size(); ++g) {
+    const auto first = static_cast<std::size_t>(queries.rows) * g;
+    detail::add_sink(queries.sink_logits[g], scratch.top.data() + first, scratch.weight.data() + first, queries.rows);
+  }
 
   const auto poolable = [&](std::span<float> scores) {
     return scores.subspan(static_cast<std::size_t>(pooled.first - domain.first), static_cast<std::size_t>(pooled.size()));

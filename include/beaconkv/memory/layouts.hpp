@@ -84,7 +84,7 @@ template <class T>
 template <class T>
 [[nodiscard]] constexpr Planes<T> llama2_c_planes(T* key_cache, T* value_cache, index_t layer, index_t heads, index_t dim,
                                                   index_t seq_len) noexcept {
-  const index_t offset = layer * seq_len * heads * dim;
+  const index_t offset = layer * seq_len * heads * (dim / numbers_per_element<T>);
   return {token_major_plane(key_cache + offset, heads, dim, seq_len),
           token_major_plane(value_cache + offset, heads, dim, seq_len)};
 }
@@ -94,8 +94,9 @@ template <class T>
 template <class T>
 [[nodiscard]] constexpr Planes<T> gemma_planes(T* base, index_t layer, index_t heads, index_t dim, index_t row_stride,
                                                const PageList& ring) noexcept {
-  Plane<T> keys{.base = base + layer * 2 * heads * dim,
-                .stride = {row_stride, 2 * dim, 0, 1},
+  const index_t row = dim / numbers_per_element<T>;
+  Plane<T> keys{.base = base + layer * 2 * heads * row,
+                .stride = {row_stride, 2 * row, 0, 1},
                 .heads = heads,
                 .dim = dim,
                 .capacity = ring.count,
@@ -103,7 +104,7 @@ template <class T>
                 .pages = ring.ids,
                 .num_pages = ring.num_pages};
   Plane<T> values = keys;
-  values.base += dim;
+  values.base += row;
   return {keys, values};
 }
 

@@ -21,6 +21,7 @@ struct BeaconKVOptions {
   Pool pool{};  ///< of the final scores; none in the paper
   std::optional<float> scale{};
   std::optional<float> logit_softcap{};
+  std::vector<float> sink_logits{};  ///< of each query head, of a model with learned sinks
 
   /// The reading of the paper's pseudocode: one number for both windows, and a budget that counts the prompt too.
   [[nodiscard]] static BeaconKVOptions paper_literal(index_t budget_max, index_t budget_min, index_t n_beacon = 16,
@@ -56,7 +57,8 @@ class BeaconKV : public EvictionPolicy<BeaconQueries, ScorerT, ScheduleT> {
                           .pool = o.pool,
                           .scale = o.scale,
                           .logit_softcap = o.logit_softcap},
-            .softmax_domain = o.softmax_domain};
+            .softmax_domain = o.softmax_domain,
+            .sink_logits = o.sink_logits};
   }
 
   /// The policy, or what is wrong with its options.

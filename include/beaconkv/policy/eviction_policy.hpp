@@ -79,7 +79,7 @@ class EvictionPolicy : public PolicyState<ObserverT, ScorerT, ScheduleT> {
     const auto [queries, positions] = take_observations(work, rows);
     if (Status s = observer_.write_rows(this->rope(), next_position_ - 1, queries.data(), positions.data(), work); !s) return s;
     detail::move_to_rotary_positions(cache, this->rope(), shape_, rows, queries, positions);
-    const Observations observations{queries.data(), positions, shape_.query_heads, rows, shape_.head_dim};
+    const Observations observations{queries.data(), positions, shape_.query_heads, rows, shape_.head_dim, 0};
     return score_as_held(cache, observations, out, work);
   }
 
@@ -239,7 +239,10 @@ class EvictionPolicy : public PolicyState<ObserverT, ScorerT, ScheduleT> {
       for (index_t h = 0; h < shape_.kv_heads; ++h) {
         const Observations own{seen.queries + h * rows * seen.dim,
                                seen.positions.subspan(static_cast<std::size_t>(h * rows), static_cast<std::size_t>(rows)),
-                               shape_.group(), seen.rows, seen.dim};
+                               shape_.group(),
+                               seen.rows,
+                               seen.dim,
+                               h * shape_.group()};
         const Result<ScoreReport> part = scorer_.score(detail::HeadReader<Cache>(cache, h), own, candidates_of(cache, h),
                                                        {out.row(h).data(), 1, cache.num_tokens(h)}, work);
         if (!part) return part;

@@ -27,6 +27,7 @@ struct Observations {
   index_t query_heads = 0;
   index_t rows = 0;
   index_t dim = 0;
+  index_t first_query_head = 0;  ///< of the layer's, where only some are shown (a ragged cache is scored head by head)
 };
 
 /// Queries on their way into an observer, and what turns them into the form that it keeps.

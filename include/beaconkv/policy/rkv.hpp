@@ -228,6 +228,7 @@ struct RKVOptions {
   bool causal = true;  ///< matters only where the queries reach back over candidates; never in the published order
   std::optional<float> scale{};
   std::optional<float> logit_softcap{};
+  std::vector<float> sink_logits{};  ///< of each query head, of a model with learned sinks
 };
 
 /// R-KV (arXiv 2505.24133) and its published code.
@@ -257,7 +258,8 @@ class RKV : public EvictionPolicy<RecentQueries, ScorerT, ScheduleT> {
                                                    .scale = o.scale,
                                                    .logit_softcap = o.logit_softcap},
                                      .softmax_domain = o.softmax_domain,
-                                     .causal = o.causal && o.order == RKVOrder::chronological};
+                                     .causal = o.causal && o.order == RKVOrder::chronological,
+                                     .sink_logits = o.sink_logits};
     return RKVScorer({.importance = importance, .redundancy = o.redundancy, .lambda = o.lambda, .order = o.order});
   }
 

@@ -26,6 +26,7 @@ struct RPCOptions {
   bool causal = true;  ///< matters only where the queries reach back over candidates
   std::optional<float> scale{};
   std::optional<float> logit_softcap{};
+  std::vector<float> sink_logits{};  ///< of each query head, of a model with learned sinks
 };
 
 /// RPC (arXiv 2505.13866), algorithm 1 and its published code.
@@ -56,7 +57,8 @@ class RPC : public EvictionPolicy<RecentQueries, ScorerT, ScheduleT> {
                           .logit_softcap = o.logit_softcap},
             .softmax_domain = o.softmax_domain,
             .head_scope = o.head_scope,
-            .causal = o.causal};
+            .causal = o.causal,
+            .sink_logits = o.sink_logits};
   }
 
   /// The policy, or what is wrong with its options. Without a table queries must come rotated.

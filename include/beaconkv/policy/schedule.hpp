@@ -7,9 +7,12 @@
 /// A schedule is a small aggregate with `validate(protected)`, `due(state)`, `target(state)` and `committed()`; see the concept
 /// `Schedule`. One that counts also has `exchange`, to be saved.
 
+#include <algorithm>
+#include <cmath>
 #include <concepts>
 #include <limits>
 #include <optional>
+#include <span>
 
 #include "beaconkv/types.hpp"
 
@@ -143,6 +146,32 @@ struct GrowingBudget {
 };
 
 static_assert(Schedule<FixedBudget> && Schedule<PromptBudget> && Schedule<IntervalBudget> && Schedule<GrowingBudget>);
+
+/// How many of `tokens` are left where a share of them goes: `tokens - round(tokens * pruned)`, halves rounded away from zero,
+/// and at least one of any. For those who think in ratios; budgets themselves are counts.
+[[nodiscard]] inline Result<index_t> tokens_after_pruning(index_t tokens, double pruned) {
+  if (tokens < 0) return detail::invalid("tokens = ", tokens, ": must not be negative");
+  if (!(pruned >= 0 && pruned <= 1)) return detail::invalid("pruned = ", pruned, ": must be between 0 and 1");
+  const auto gone = static_cast<index_t>(std::llround(static_cast<double>(tokens) * pruned));
+  return std::max(tokens - gone, std::min<index_t>(1, tokens));
+}
+
+/// Budgets of layers that shrink evenly from the first to the last (PyramidKV, arXiv 2406.02069), to `out`, one a layer. They
+/// include the window. The last layer gets a `beta`-th of the mean beside its window, at least 1; the sum is at most `mean`
+/// times the layers. What a short sequence leaves of a budget is not given to other layers.
+[[nodiscard]] inline Status pyramid_budgets(index_t mean, index_t window, index_t beta, std::span<index_t> out) {
+  const auto layers = static_cast<index_t>(out.size());
+  if (window < 0) return detail::invalid("window = ", window, ": must not be negative");
+  if (beta < 1) return detail::invalid("beta = ", beta, ": must be at least 1");
+  if (mean <= window) return detail::invalid("mean = ", mean, ": must be above window = ", window);
+  const index_t least = std::max<index_t>(1, (mean - window) / beta);
+  const index_t most = 2 * (mean - window) - least;
+  for (index_t l = 0; l < layers; ++l) {  // rounded down
+    const index_t less = layers > 1 ? (l * (most - least) + layers - 2) / (layers - 1) : mean - window - least;
+    out[static_cast<std::size_t>(l)] = window + most - less;
+  }
+  return {};
+}
 
 /// How many tokens fit into `bytes`, where a token takes `bytes_per_token` (see `PlaneCache::bytes_per_token`): rounded down.
 [[nodiscard]] inline Result<index_t> tokens_in_bytes(std::int64_t bytes, index_t bytes_per_token) {

@@ -6,6 +6,7 @@
 
 #include <concepts>
 #include <span>
+#include <vector>
 
 #include "beaconkv/algorithm/attention.hpp"
 #include "beaconkv/keep_plan.hpp"
@@ -62,8 +63,18 @@ struct AttentionScorer {
   SoftmaxDomain softmax_domain = SoftmaxDomain::all_visible;
   HeadScope head_scope = HeadScope::group;  ///< `layer`: every KV head gets the scores reduced over all query heads
   bool causal = true;                       ///< false: a query sees keys newer than itself, too
+  std::vector<float> sink_logits{};         ///< `[query_heads]` of a model with learned sinks: they share every softmax
 
-  [[nodiscard]] Status validate(const Shape&) const { return beaconkv::validate(attention); }
+  [[nodiscard]] Status validate(const Shape& shape) const {
+    const auto sinks = static_cast<index_t>(sink_logits.size());
+    if (sinks != 0 && sinks != shape.query_heads)
+      return detail::invalid("sink_logits has ", sinks, " entries: must be one for each of ", shape.query_heads,
+                             " query heads");
+    if (!detail::all_finite(sink_logits.data(), sinks)) return detail::invalid("sink_logits: must be finite");
+    if (sinks != 0 && attention.group_stage == GroupStage::logits)
+      return detail::error(StatusCode::unsupported, "sink_logits: need group_stage = weights");
+    return beaconkv::validate(attention);
+  }
   [[nodiscard]] bool needs_all_heads() const noexcept { return head_scope == HeadScope::layer; }
 
   template <CacheReader Cache>
@@ -83,8 +94,12 @@ struct AttentionScorer {
             causal ? static_cast<slot_t>(detail::slot_at_or_behind(
                          cache, h, observations.positions[static_cast<std::size_t>(first_row + r)] + 1))
                    : static_cast<slot_t>(out.tokens);
-      const AttentionQueries queries{observations.queries + first_row * observations.dim, group, observations.rows,
-                                     observations.dim, visible};
+      AttentionQueries queries{
+          observations.queries + first_row * observations.dim, group, observations.rows, observations.dim, visible, {}};
+      if (!sink_logits.empty())
+        queries.sink_logits =
+            std::span(sink_logits)
+                .subspan(static_cast<std::size_t>(observations.first_query_head + h * group), static_cast<std::size_t>(group));
       const auto keys = [&](index_t first, index_t count, float* scratch) { return cache.keys(h, first, count, scratch); };
       const std::span<float> row = out.row(h);
       std::fill(row.begin(), row.end(), 0.0F);

@@ -22,6 +22,7 @@ struct SnapKVOptions {
   PoolStage pool_stage = PoolStage::query_head;
   std::optional<float> scale{};
   std::optional<float> logit_softcap{};
+  std::vector<float> sink_logits{};  ///< of each query head, of a model with learned sinks
 };
 
 /// SnapKV (arXiv 2404.14469), section 3 and its published code.
@@ -51,7 +52,8 @@ class SnapKV : public EvictionPolicy<RecentQueries, ScorerT, ScheduleT> {
                           .pool_stage = o.pool_stage,
                           .scale = o.scale,
                           .logit_softcap = o.logit_softcap},
-            .softmax_domain = o.softmax_domain};
+            .softmax_domain = o.softmax_domain,
+            .sink_logits = o.sink_logits};
   }
 
   /// The policy, or what is wrong with its options. Without a table queries must come rotated.

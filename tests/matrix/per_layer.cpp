@@ -1,0 +1,6 @@
+// beaconkv: KV-cache eviction policies. SPDX-License-Identifier: MIT
+#include "matrix/matrix.hpp"
+
+TEST_CASE("the same plan and the same bytes from every layout and storage type: per_layer", "[matrix]") {
+  beaconkv::test::matrix::compare_storage_types<beaconkv::Granularity::per_layer>();
+}
