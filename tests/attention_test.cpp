@@ -31,6 +31,7 @@ struct Case {
   std::vector<float> queries{};  // [group][rows][dim]
   std::vector<float> keys{};     // [slots][dim]
   Slots visible{};               // [group][rows]
+  std::vector<float> sinks{};    // [group] or empty
 
   /// Random queries and keys that every row sees.
   Case(index_t group_size, index_t row_count, index_t dims, index_t slot_count, Random& random)
@@ -58,7 +59,7 @@ struct Case {
     options.scale = 1.0F;
   }
 
-  [[nodiscard]] AttentionQueries view() const { return {queries.data(), group, rows, dim, visible}; }
+  [[nodiscard]] AttentionQueries view() const { return {queries.data(), group, rows, dim, visible, sinks}; }
   [[nodiscard]] WorkspaceSize workspace_size() const { return attention_workspace_size(group, rows, dim, domain.size()); }
   [[nodiscard]] auto dense_keys() const {
     return [this](index_t first, index_t count, float*) { return ConstRows{keys.data() + first * dim, count, dim, dim}; };
@@ -144,6 +145,55 @@ TEST_CASE("[C9] the scale is a parameter", "[C9]") {
   CHECK_THAT(logit(), WithinRel(7.71517, 1e-5));
   c.options.scale.reset();
   CHECK_THAT(logit(), WithinRel(8.83883, 1e-5));
+}
+
+TEST_CASE("[H-3] a learned sink takes its share of every row and is no key", "[H-3]") {
+  Case c(1, 1, 2, {0, 0});
+  c.sinks = {0.0F};
+  CHECK(error(score(c), {1.0 / 3, 1.0 / 3}) < 1e-6);
+  c.sinks = {200.0F};  // takes all
+  for (const float x : score(c).scores) CHECK(x < 1e-30F);
+  c.sinks = {-200.0F};  // takes nothing
+  CHECK(error(score(c), {0.5, 0.5}) < 1e-6);
+
+  // As one more key that every row sees and that gets no score: in a dimension of its own, with the sink as its logit.
+  Random random;
+  CAPTURE(random.seed());
+  for (index_t round = 0; round < 40; ++round) {
+    Case with(random.integer(1, 3), random.integer(1, 5), random.integer(2, 20), random.integer(1, 150), random);
+    with.options.over_queries = random.coin() ? Reduce::max : Reduce::sum;
+    with.options.over_heads = Reduce::mean;
+    with.options.scale = 0.5F;
+    for (index_t g = 0; g < with.group; ++g) with.sinks.push_back(random.uniform(-3.0F, 8.0F));
+    Case as_key = with;
+    as_key.sinks.clear();
+    as_key.dim = with.dim + 1;
+    as_key.slots = with.slots + 1;
+    as_key.domain = as_key.pooled = {0, as_key.slots};
+    as_key.queries.clear();
+    as_key.keys.assign(static_cast<std::size_t>(as_key.slots * as_key.dim), 0.0F);
+    for (index_t r = 0; r < with.group * with.rows; ++r) {
+      for (index_t d = 0; d < with.dim; ++d) as_key.queries.push_back(with.queries[static_cast<std::size_t>(r * with.dim + d)]);
+      as_key.queries.push_back(2 * with.sinks[static_cast<std::size_t>(r / with.rows)]);  // scale 0.5
+    }
+    as_key.keys[static_cast<std::size_t>(with.dim)] = 1;  // key 0 is the sink
+    for (index_t j = 0; j < with.slots; ++j)
+      std::copy_n(with.keys.begin() + j * with.dim, with.dim, as_key.keys.begin() + (j + 1) * as_key.dim);
+    for (slot_t& v : as_key.visible) v = static_cast<slot_t>(as_key.slots);
+    reference::Row want = expected(as_key);
+    want.erase(want.begin());
+    REQUIRE(error(score(with), want) < tolerance);
+  }
+
+  Workspace work(c.workspace_size());
+  std::vector<float> out(2);
+  c.sinks = {0, 0};
+  check_invalid(attention_scores(c.dense_keys(), c.view(), c.domain, c.pooled, c.options, out, work).status(),
+                {"queries.sink_logits has 2", "1"});
+  c.sinks = {0};
+  c.options.group_stage = GroupStage::logits;
+  check_error(attention_scores(c.dense_keys(), c.view(), c.domain, c.pooled, c.options, out, work).status(),
+              StatusCode::unsupported, {"sink_logits"});
 }
 
 TEST_CASE("[D4] rows that see nothing, and rows with a single tiny logit", "[D4]") {

@@ -106,6 +106,22 @@ TEST_CASE("400 decoded tokens allocate nothing, under any policy and storage", "
   });
 }
 
+TEST_CASE("no storage type allocates, nor do ragged heads", "[allocation]") {
+  const Shape shape{.query_heads = 4, .kv_heads = 2, .head_dim = 32};
+  const BeaconKV<> policy(shape,
+                          {.budget = {.max = 32, .min = 24, .counts_prefix = true},
+                           .n_beacon = 4,
+                           .n_recent_queries = 3,
+                           .n_recent_kv = 4,
+                           .n_prefix = 2},
+                          RopeTable({.head_dim = 32}));
+  REQUIRE(allocations_of_run<OwningCache<std::int8_t, q8_0>>(policy, shape) == 0);
+  REQUIRE(allocations_of_run<OwningCache<q8_0, float16, Granularity::per_layer>>(policy, shape) == 0);
+  REQUIRE(allocations_of_run<OwningCache<float8_e4m3, float8_e5m2>>(policy, shape) == 0);
+  REQUIRE(allocations_of_run<OwningCache<float8_e5m2, std::int8_t, Granularity::per_head_ragged>>(policy, shape) == 0);
+  REQUIRE(allocations_of_run<OwningCache<float, float, Granularity::per_head_ragged>>(policy, shape) == 0);
+}
+
 TEST_CASE("RPC as published, whose cache grows, allocates nothing", "[allocation]") {
   const RPC<> policy(small_shape, {.budget = {.period = 16, .ratio = 16}, .n_recent_queries = 4, .n_recent_kv = 4},
                      small_rope());

@@ -80,6 +80,8 @@ TEST_CASE("a sequence needs one policy and one cache for each layer") {
   const BeaconKV<> policy(shape, {.budget = {.max = 16}, .n_recent_kv = 4}, RopeTable({.head_dim = 16}));
   OwningCache<float> cache(shape, capacity);
   REQUIRE(Layers::make({}, {}, {.capacity = capacity}).status().message().find("policies = 0") != std::string::npos);
-  REQUIRE(Layers::make({policy, policy}, {cache.view()}, {.capacity = capacity}).status().message().find("caches = 1") != std::string::npos);
-  REQUIRE(Layers::make({policy}, {cache.view()}, {.capacity = -1}).status().message().find("capacity = -1") != std::string::npos);
+  REQUIRE(Layers::make({policy, policy}, {cache.view()}, {.capacity = capacity}).status().message().find("caches = 1") !=
+          std::string::npos);
+  REQUIRE(Layers::make({policy}, {cache.view()}, {.capacity = -1}).status().message().find("capacity = -1") !=
+          std::string::npos);
 }
