@@ -444,3 +444,23 @@ TEST_CASE("a page that the pool does not have is refused when a token is appende
   CHECK(cache.num_tokens() == 4);
   cache.append_run(4, 4).or_throw();
 }
+
+TEST_CASE("[I1] two sequences over one pool of pages: a plan for one is refused by the other") {
+  std::vector<float> memory(8 * 2 * 2 * 4 * 8);
+  const std::int32_t first[] = {0, 1};
+  const std::int32_t second[] = {4, 5};
+  const auto make = [&](const std::int32_t* ids) {
+    return PlaneCache<float>::make(flashinfer_planes(memory.data(), PageLayout::nhd, 2, 8, {ids, 2, 4, 8})).or_throw();
+  };
+  auto a = make(first);
+  auto b = make(second);
+  a.append_run(0, 8).or_throw();
+  b.append_run(0, 8).or_throw();
+  const Slots kept{0, 5, 6, 7};
+  const std::span<const slot_t> sets[] = {kept};
+  KeepPlan plan;
+  plan.assign(a, sets).or_throw();
+  check_error(compact(b, plan), StatusCode::stale_plan, {"another state"});
+  compact(a, plan).or_throw();
+  check_error(compact(a, plan), StatusCode::stale_plan, {"another state"});
+}

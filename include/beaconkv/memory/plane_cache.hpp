@@ -79,9 +79,11 @@ class PlaneCache : public CacheBooks<G> {
   [[nodiscard]] const Plane<K>& key_plane() const noexcept { return keys_; }
   [[nodiscard]] const Plane<V>& value_plane() const noexcept { return values_; }
 
-  /// A number for the state of this cache: other after every `append`, `truncate` or compaction, other for other memory.
+  /// A number for the state of this cache: other after every `append`, `truncate` or compaction, other for other memory and
+  /// for another page table over the same memory.
   [[nodiscard]] std::uint64_t epoch() const noexcept {
-    return Books::changes() + reinterpret_cast<std::uintptr_t>(keys_.base) * std::uint64_t{0x9E3779B97F4A7C15};
+    const auto memory = reinterpret_cast<std::uintptr_t>(keys_.base) + 31 * reinterpret_cast<std::uintptr_t>(keys_.pages);
+    return Books::changes() + memory * std::uint64_t{0x9E3779B97F4A7C15};
   }
 
   /// Bytes of keys and values a token of this layer takes, their own scales included.

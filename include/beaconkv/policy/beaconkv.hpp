@@ -21,7 +21,7 @@ struct BeaconKVOptions {
   Pool pool{};  ///< of the final scores; none in the paper
   std::optional<float> scale{};
   std::optional<float> logit_softcap{};
-  std::vector<float> sink_logits{};  ///< of each query head, of a model with learned sinks
+  std::span<const float> sink_logits{};  ///< of each query head, of a model with learned sinks; must outlive the policy
 
   /// The reading of the paper's pseudocode: one number for both windows, and a budget that counts the prompt too.
   [[nodiscard]] static BeaconKVOptions paper_literal(index_t budget_max, index_t budget_min, index_t n_beacon = 16,

@@ -103,6 +103,7 @@ class PolicyState {
     archive.expect("query_heads", shape_.query_heads);
     archive.expect("kv_heads", shape_.kv_heads);
     archive.expect("head_dim", shape_.head_dim);
+    archive.expect("rotary_dim", rope_.rotary_dim());  // 0 without a table: then queries are kept rotated
     archive.value("next position", next_position_, 0, far);
     archive.value("end of the prompt", prompt_end_, 0, far);
     archive.value("after a prefill", after_prefill_);

@@ -34,13 +34,19 @@ class PublishedOrder {
                                                                               : rank;
   }
 
+  /// Tokens of `head` that the order knows.
+  [[nodiscard]] index_t num_slots(index_t head) const noexcept {
+    const auto h = static_cast<std::size_t>(head);
+    return h < slots_.size() ? static_cast<index_t>(slots_[h].size()) : 0;
+  }
+
   /// The chosen tokens by descending score, the earlier rank first among equals; protected ones stay at their end.
   void follow(const KeepPlan& plan, index_t num_heads) {
     slots_.resize(static_cast<std::size_t>(num_heads));
     for (index_t h = 0; h < num_heads; ++h) {
       const std::span<const slot_t> kept = plan.kept(h);
       const std::span<const float> scores = plan.kept_scores(h);
-      std::vector<index_t> old_rank(static_cast<std::size_t>(plan.tokens_before()));
+      std::vector<index_t> old_rank(static_cast<std::size_t>(std::max(plan.tokens_before(), num_slots(h))));
       for (index_t r = 0; r < plan.tokens_before(); ++r) old_rank[static_cast<std::size_t>(slot_at(h, r))] = r;
       std::vector<slot_t> order(kept.size());
       std::iota(order.begin(), order.end(), slot_t{0});
@@ -155,6 +161,10 @@ class RKVScorer {
   [[nodiscard]] Result<ScoreReport> score(const Cache& cache, const Observations& observations, Range candidates,
                                           ScoreMatrix out, Workspace& work) const {
     if (options_.order == RKVOrder::chronological) return score_in_order(cache, observations, candidates, out, work);
+    for (index_t h = 0; h < out.heads; ++h)
+      if (published_.num_slots(h) > out.tokens)
+        return detail::error(StatusCode::out_of_order, "cache has ", out.tokens, " tokens: the published order of head ", h,
+                             " has ", published_.num_slots(h));
     const Result<ScoreReport> report =
         score_in_order(detail::ReorderedReader<Cache>{cache, published_}, observations, candidates, out, work);
     if (!report) return report;
@@ -228,7 +238,7 @@ struct RKVOptions {
   bool causal = true;  ///< matters only where the queries reach back over candidates; never in the published order
   std::optional<float> scale{};
   std::optional<float> logit_softcap{};
-  std::vector<float> sink_logits{};  ///< of each query head, of a model with learned sinks
+  std::span<const float> sink_logits{};  ///< of each query head, of a model with learned sinks; must outlive the policy
 };
 
 /// R-KV (arXiv 2505.24133) and its published code.

@@ -26,7 +26,7 @@ struct RPCOptions {
   bool causal = true;  ///< matters only where the queries reach back over candidates
   std::optional<float> scale{};
   std::optional<float> logit_softcap{};
-  std::vector<float> sink_logits{};  ///< of each query head, of a model with learned sinks
+  std::span<const float> sink_logits{};  ///< of each query head, of a model with learned sinks; must outlive the policy
 };
 
 /// RPC (arXiv 2505.13866), algorithm 1 and its published code.

@@ -6,7 +6,6 @@
 
 #include <concepts>
 #include <span>
-#include <vector>
 
 #include "beaconkv/algorithm/attention.hpp"
 #include "beaconkv/keep_plan.hpp"
@@ -63,7 +62,8 @@ struct AttentionScorer {
   SoftmaxDomain softmax_domain = SoftmaxDomain::all_visible;
   HeadScope head_scope = HeadScope::group;  ///< `layer`: every KV head gets the scores reduced over all query heads
   bool causal = true;                       ///< false: a query sees keys newer than itself, too
-  std::vector<float> sink_logits{};         ///< `[query_heads]` of a model with learned sinks: they share every softmax
+  std::span<const float> sink_logits{};     ///< `[query_heads]` of a model with learned sinks, which share every softmax;
+                                            ///< must outlive the scorer
 
   [[nodiscard]] Status validate(const Shape& shape) const {
     const auto sinks = static_cast<index_t>(sink_logits.size());
@@ -97,9 +97,8 @@ struct AttentionScorer {
       AttentionQueries queries{
           observations.queries + first_row * observations.dim, group, observations.rows, observations.dim, visible, {}};
       if (!sink_logits.empty())
-        queries.sink_logits =
-            std::span(sink_logits)
-                .subspan(static_cast<std::size_t>(observations.first_query_head + h * group), static_cast<std::size_t>(group));
+        queries.sink_logits = sink_logits.subspan(static_cast<std::size_t>(observations.first_query_head + h * group),
+                                                  static_cast<std::size_t>(group));
       const auto keys = [&](index_t first, index_t count, float* scratch) { return cache.keys(h, first, count, scratch); };
       const std::span<float> row = out.row(h);
       std::fill(row.begin(), row.end(), 0.0F);

@@ -22,7 +22,7 @@ struct SnapKVOptions {
   PoolStage pool_stage = PoolStage::query_head;
   std::optional<float> scale{};
   std::optional<float> logit_softcap{};
-  std::vector<float> sink_logits{};  ///< of each query head, of a model with learned sinks
+  std::span<const float> sink_logits{};  ///< of each query head, of a model with learned sinks; must outlive the policy
 };
 
 /// SnapKV (arXiv 2404.14469), section 3 and its published code.
