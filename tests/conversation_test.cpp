@@ -148,3 +148,26 @@ TEST_CASE("A second prompt into a full cache: positions stay true, and the budge
     }
   }
 }
+
+TEST_CASE("The layer that is due first says how many drafts fit", "[conversation]") {
+  const Shape shape{.query_heads = 1, .kv_heads = 1, .head_dim = 2};
+  std::vector<RecentWindow<>> policies;
+  std::vector<PlaneCache<float>> caches;
+  std::vector<float> memory(64);
+  for (const index_t max : {16, 10, 1000}) {
+    policies.emplace_back(shape, RecentWindowOptions<>{.budget = {.max = max}});
+    caches.push_back(PlaneCache<float>::head_major(memory.data(), memory.data(), shape, 32));
+  }
+  auto layers = Sequence<RecentWindow<>, PlaneCache<float>>::make(policies, caches, {.capacity = 32}).or_throw();
+  for (position_t t = 0; t < 10; ++t) {
+    CHECK(layers.tokens_until_due(20) == 10 - t);
+    CHECK(layers.tokens_until_due(3) == std::min<index_t>(3, 10 - t));
+    for (index_t l = 0; l < 3; ++l) {
+      REQUIRE(layers.cache(l).append(t).ok());
+      REQUIRE(layers.policy(l).observe({}, t).ok());
+    }
+  }
+  CHECK(layers.tokens_until_due(20) == 0);
+  layers.policy(1).set_eviction(false);
+  CHECK(layers.tokens_until_due(20) == 6);
+}
