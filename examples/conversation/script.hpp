@@ -43,6 +43,7 @@ struct Turn {
     }
     return turns;
   }
+  detail::invalid(model.string(), ": its prompts.jsonl has no problem of 24 steps").or_throw();
   return {};
 }
 
