@@ -103,17 +103,17 @@ TEST_CASE("A fork writes what the original writes, and neither hears the other",
     Talk<Policy> fork(model(), policy, capacity + 100);
     for (Talk<Policy>* talk : {&original, &alone}) {
       talk->read(turns[0].said);
-      for (int i = 0; i < 90; ++i) static_cast<void>(talk->write());
+      for (int i = 0; i < 60; ++i) static_cast<void>(talk->write());
     }
     fork.fork_from(original);
     REQUIRE(state_of(fork) == state_of(original));
     fork.read(turns[1].said);  // now they hear different things
-    for (int i = 0; i < 90; ++i) REQUIRE(original.write() == alone.write());
+    for (int i = 0; i < 60; ++i) REQUIRE(original.write() == alone.write());
     REQUIRE(state_of(original) == state_of(alone));
     REQUIRE(state_of(original) != state_of(fork));
 
     fork.fork_from(original);
-    for (int i = 0; i < 90; ++i) REQUIRE(fork.write() == original.write());
+    for (int i = 0; i < 60; ++i) REQUIRE(fork.write() == original.write());
     REQUIRE(state_of(fork) == state_of(original));
   });
 }

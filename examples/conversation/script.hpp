@@ -96,7 +96,7 @@ template <class Policy, class Make>
         Talk<Policy> other = make(talk->capacity());
         other.fork_from(*talk);
         other.read(turn.said);  // it hears the problem again
-        while (report.text_of_fork.size() < 150) report.text_of_fork.push_back(other.write().front());
+        while (report.text_of_fork.size() < 60) report.text_of_fork.push_back(other.write().front());
         report.evictions_of_fork = other.num_evictions();
       }
       if (extras.reload) {
