@@ -622,6 +622,42 @@ TEST_CASE("A copy of a session is a fork") {
   CHECK(std::equal(original.logits().begin(), original.logits().end(), fork.logits().begin()));
 }
 
+TEST_CASE("Tokens that were taken back leave no trace") {
+  const Model model = Model::load(reasoner).or_throw();
+  const std::vector<int> tokens = random_tokens(60, 56);
+  Session session(model, 70);
+  REQUIRE(session.prefill(tokens).ok());
+  Session never = session;
+  for (const int draft : {5, 6, 7}) REQUIRE(session.decode(draft).ok());
+  CHECK(session.set_next_position(62).message() == "position = 62: must be at least the 63 rows of a layer");
+  CHECK(session.next_position() == 63);
+  for (index_t l = 0; l < model.layers(); ++l) REQUIRE(session.set_length(l, 61).ok());
+  REQUIRE(session.set_next_position(61).ok());
+  REQUIRE(never.decode(5).ok());
+  for (const int token : {9, 10}) {
+    REQUIRE(session.decode(token).ok());
+    REQUIRE(never.decode(token).ok());
+    CHECK(std::equal(session.logits().begin(), session.logits().end(), never.logits().begin()));
+  }
+  CHECK(session.next_position() == 63);
+  CHECK(session.length(3) == 63);
+
+  // A session that was given the rows of another goes on like it.
+  Session other(model, 100);
+  const index_t dim = model.shape().head_dim;
+  for (index_t l = 0; l < model.layers(); ++l) {
+    for (index_t h = 0; h < model.shape().kv_heads; ++h) {
+      std::copy_n(never.keys(l) + h * 70 * dim, 63 * dim, other.keys(l) + h * 100 * dim);
+      std::copy_n(never.values(l) + h * 70 * dim, 63 * dim, other.values(l) + h * 100 * dim);
+    }
+    REQUIRE(other.set_length(l, 63).ok());
+  }
+  REQUIRE(other.set_next_position(63).ok());
+  REQUIRE(other.decode(11).ok());
+  REQUIRE(never.decode(11).ok());
+  CHECK(std::equal(other.logits().begin(), other.logits().end(), never.logits().begin()));
+}
+
 TEST_CASE("A refused call names the value and leaves the session as it was") {
   const Model model = tiny_model(tiny_config("llama")).load();
   Session session(model, 8);

@@ -163,6 +163,43 @@ TEST_CASE("[A6] nothing is due right after an eviction", "[policy]") {
   });
 }
 
+TEST_CASE("a policy knows how many tokens are left until an eviction is due", "[policy]") {
+  Random random;
+  CAPTURE(random.seed());
+  const auto check = [&](const char* name, auto policy) {
+    Stream stream = small_stream(random);
+    TestCache<> cache(small_shape, 96);
+    Workspace work(policy.workspace_size(96));
+    std::vector<index_t> told;  // behind each token
+    std::vector<index_t> due;   // which tokens led to an eviction
+    for (index_t i = 0; i < 90; ++i) {
+      feed(policy, cache, stream, 1);
+      CAPTURE(name, i);
+      if (policy.due(cache.view())) {
+        REQUIRE(policy.tokens_until_due(cache.view(), 90) == 0);
+        require_value(evict(policy, cache.view(), work));
+        due.push_back(i);
+      }
+      told.push_back(policy.tokens_until_due(cache.view(), 90));
+      for (const index_t most : {0, 1, 5}) REQUIRE(policy.tokens_until_due(cache.view(), most) == std::min(most, told.back()));
+    }
+    REQUIRE_FALSE(due.empty());
+    index_t next = 0;  // in `due`
+    for (index_t i = 0; i < due.back(); ++i) {
+      next += due[at(next)] <= i ? 1 : 0;
+      CAPTURE(name, i);
+      REQUIRE(told[at(i)] == due[at(next)] - i);
+    }
+    policy.set_eviction(false);
+    REQUIRE(policy.tokens_until_due(cache.view(), 70) == 70);
+    REQUIRE(policy.tokens_until_due(cache.view(), -1) == 0);
+  };
+  for_each_policy(check);
+  check("prefix to come", RecentWindow<>(small_shape, {.budget = {.max = 16}, .n_prefix = 40}));
+  check("interval", SnapKV<>(small_shape, {.budget = {.tokens = 24, .interval = 10}, .n_recent_queries = 4, .n_recent_kv = 4},
+                             small_rope()));
+}
+
 TEST_CASE("the layout of the memory has no say: equal scores and plans, bit for bit", "[policy]") {
   Random random;
   CAPTURE(random.seed());

@@ -235,6 +235,14 @@ Status Session::set_length(index_t layer, index_t rows) {
   return {};
 }
 
+Status Session::set_next_position(position_t position) {
+  const index_t longest = *std::max_element(lengths_.begin(), lengths_.end());
+  if (position < longest)
+    return detail::invalid("position = ", position, ": must be at least the ", longest, " rows of a layer");
+  next_position_ = position;
+  return {};
+}
+
 void Session::record_attention(bool on) {
   if (on) recorded_.resize(model_->layers() * model_->shape().query_heads * capacity_);
   recording_ = on;

@@ -54,6 +54,9 @@ class Session {
 
   /// Position of the next token: the number of tokens seen so far.
   [[nodiscard]] position_t next_position() const noexcept { return next_position_; }
+  /// To be told, after `set_length`, where the text stands once tokens were taken back or rows came from elsewhere (a saved
+  /// conversation). Refused below the rows of a layer. Logits and queries stay those of the last call.
+  [[nodiscard]] Status set_next_position(position_t position);
   [[nodiscard]] const Model& model() const noexcept { return *model_; }
 
   /// Whether decode steps leave their attention weights for `attention`. Off at first; switching it on allocates.

@@ -43,6 +43,23 @@ class EvictionPolicy : public PolicyState<ObserverT, ScorerT, ScheduleT> {
     return eviction_on_ && !committed_since_token_ && schedule_.due(state_of(cache, longest_head(cache)));
   }
 
+  /// After how many more decoded tokens an eviction will be due, at most `most`; 0: now. As many may be drafted (speculative
+  /// decoding) before an eviction would come later than it does token by token. O(most + log L).
+  template <CacheReader Cache>
+  [[nodiscard]] index_t tokens_until_due(const Cache& cache, index_t most) const {
+    if (most <= 0 || due(cache)) return 0;
+    if (!eviction_on_) return most;
+    ScheduleState state = state_of(cache, longest_head(cache));
+    state.after_prefill = false;
+    for (index_t n = 1; n < most; ++n) {
+      ++state.tokens;
+      if (state.total++ < this->prefix()) ++state.prefix;
+      state.recent = std::min(protection_.n_recent_kv, state.tokens - state.prefix);
+      if (schedule_.due(state)) return n;
+    }
+    return most;
+  }
+
   /// Scratch and plan for caches of up to `capacity` tokens and prompts of up to `capacity` tokens. Policies of several layers
   /// may share one workspace, one after the other.
   [[nodiscard]] WorkspaceSize workspace_size(index_t capacity) const {

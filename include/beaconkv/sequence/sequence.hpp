@@ -99,6 +99,13 @@ class Sequence {
     return bytes;
   }
 
+  /// After how many more decoded tokens a layer will be due, at most `most`; 0: one is now. While tokens are tentative nothing
+  /// evicts: with no more drafts than this, evictions come where they come without drafts. Ask while no token is tentative.
+  [[nodiscard]] index_t tokens_until_due(index_t most) const {
+    for (index_t l = 0; l < (one_set_for_all ? 1 : num_layers()); ++l) most = policy(l).tokens_until_due(cache(l), most);
+    return most;
+  }
+
   /// Evicts where a policy is due, and in no layer while tokens are tentative. On an error the layers that did evict are
   /// consistent, and the error of the first that did not is reported.
   [[nodiscard]] Result<SequenceReport> evict_where_due() { return evict_where_due(SerialExecutor{}); }
