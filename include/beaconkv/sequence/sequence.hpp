@@ -310,7 +310,9 @@ class Sequence {
                              tokens, ": they keep one set");
     note_due(0);
     SequenceReport total{.unchanged_prefix = tokens};
-    if (waiting_[0] == 0) return total;
+    const bool due = waiting_[0] != 0;
+    std::fill(waiting_.begin(), waiting_.end(), std::uint8_t{0});
+    if (!due) return total;
     Workspace& work = works_[0];
     if (Status s = work.require(shared_scores_size(tokens)); !s) return s;
     const Workspace::Frame frame(work);
@@ -336,7 +338,6 @@ class Sequence {
       if (Status s = plan.readdress(cache(l)); !s) return s;
       if (Status s = detail::validate_plan(cache(l), plan); !s) return s;
     }
-    std::fill(waiting_.begin(), waiting_.end(), std::uint8_t{0});
     for (index_t l = 0; l < num_layers(); ++l) {
       if (Status s = plan.readdress(cache(l)); !s) return s;
       if (Status s = compact(cache(l), plan); !s) return s;
