@@ -1,6 +1,7 @@
 // beaconkv: KV-cache eviction policies. SPDX-License-Identifier: MIT
 #include "beaconkv/memory/plane_cache.hpp"
 
+#include <malloc.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include "beaconkv/memory/compact.hpp"
+#include "beaconkv/memory/owning_cache.hpp"
 #include "support/check.hpp"
 #include "support/layouts.hpp"
 
@@ -624,6 +626,251 @@ TEST_CASE("The slot of a position is found where it was evicted too") {
       CAPTURE(head, position);
       CHECK(detail::slot_at_or_behind(cache, head, position) == expected);
     }
+}
+
+TEST_CASE("[K1] evictions keep the memory, shrink gives it back", "[K1]") {
+  Random random;
+  CAPTURE(random.seed());
+  constexpr Shape shape{.query_heads = 4, .kv_heads = 2, .head_dim = 32};
+  const auto check = [&](auto memory, index_t row_bytes, index_t book_bytes) {
+    for (position_t p = 0; p < 1000; ++p) memory.append(random.normals(64), random.normals(64), p).or_throw();
+    const std::size_t full = memory.memory_bytes();
+    REQUIRE(full == static_cast<std::size_t>(1000 * (row_bytes + book_bytes)));
+    const Slots kept = random.subset(100, 1000);
+    const bool one_set = std::decay_t<decltype(memory)>::View::granularity == Granularity::per_layer;
+    std::vector<Slots> sets{kept};
+    if (!one_set) sets.push_back(random.subset(100, 1000));
+    compact(memory.view(), plan_for(memory.view(), sets)).or_throw();
+    REQUIRE(memory.memory_bytes() == full);
+    const Positions first = positions(memory.view(), 0);
+    const Positions second = positions(memory.view(), 1);
+    const auto rows = [&] {
+      std::vector<float> out(4 * 100 * 32);
+      for (index_t h = 0; h < 2; ++h)
+        for (index_t s = 0; s < 100; ++s) {
+          float scratch[32];
+          std::copy_n(memory.view().keys(h, s, 1, scratch).data, 32, out.begin() + (h * 100 + s) * 32);
+          std::copy_n(memory.view().values(h, s, 1, scratch).data, 32, out.begin() + ((2 + h) * 100 + s) * 32);
+        }
+      return out;
+    };
+    const std::vector<float> before = rows();
+    const std::uint64_t epoch = memory.view().epoch();
+
+    for (const index_t bad : {-1, 0, 99, 1001})
+      check_invalid(memory.shrink(bad), {"capacity = ", std::to_string(bad).c_str(), "100 tokens", "1000"});
+    REQUIRE(memory.memory_bytes() == full);
+    constexpr index_t reserve = 16;
+    memory.shrink(100 + reserve).or_throw();
+    REQUIRE(memory.memory_bytes() == static_cast<std::size_t>((100 + reserve) * (row_bytes + book_bytes)));
+    REQUIRE(memory.view().capacity() == 100 + reserve);
+    REQUIRE(positions(memory.view(), 0) == first);
+    REQUIRE(positions(memory.view(), 1) == second);
+    REQUIRE(same_bits(rows(), before));
+    REQUIRE(memory.view().epoch() != epoch);
+    REQUIRE(memory.view().next_position() == 1000);
+    for (position_t p = 1000; p < 1000 + reserve; ++p) memory.append(random.normals(64), random.normals(64), p).or_throw();
+    check_error(memory.append(random.normals(64), random.normals(64), 2000), StatusCode::out_of_capacity, {"room for 0"});
+    REQUIRE(memory.view().rollback(reserve).or_throw() == reserve);
+    memory.shrink(100).or_throw();
+    REQUIRE(same_bits(rows(), before));
+  };
+  check(OwningCache<float>(shape, 1000), 4 * 32 * 4, 16);
+  check(OwningCache<float16, bfloat16, Granularity::per_layer>(shape, 1000), 4 * 32 * 2, 8);
+  check(OwningCache<std::int8_t, q8_0>(shape, 1000), 2 * (32 + 4) + 2 * 34, 16);
+  check(OwningCache<float>(shape, 1000, {.positions = PositionMode::cache_relative}), 4 * 32 * 4, 32);
+}
+
+TEST_CASE("[K1] the memory that shrink gives back is gone", "[K1]") {
+#if defined(__GLIBC__) && !defined(__SANITIZE_ADDRESS__)
+  constexpr Shape shape{.query_heads = 1, .kv_heads = 1, .head_dim = 64};
+  OwningCache<float> memory(shape, 1000);
+  memory.view().append_run(0, 1000).or_throw();
+  memory.view().truncate(100);
+  const std::size_t before = mallinfo2().uordblks + mallinfo2().hblkhd;
+  memory.shrink(116).or_throw();
+  const std::size_t after = mallinfo2().uordblks + mallinfo2().hblkhd;
+  CHECK(before - after >= 2 * 880 * 64 * sizeof(float));
+#endif
+}
+
+TEST_CASE("[N2] a plan from before is stale in memory that was shrunk or copied into", "[N2]") {
+  OwningCache<float> memory({.query_heads = 1, .kv_heads = 1, .head_dim = 1}, 32);
+  std::vector<KeepPlan> old;
+  const auto note = [&] { old.push_back(plan_for(memory.view(), {{0, 2}})); };
+  memory.view().append_run(0, 4).or_throw();
+  note();
+  for (const index_t capacity : {30, 20, 10, 5}) {
+    memory.shrink(capacity).or_throw();
+    for (const KeepPlan& plan : old) check_error(compact(memory.view(), plan), StatusCode::stale_plan, {"another state"});
+    note();
+  }
+  OwningCache<float> other({.query_heads = 1, .kv_heads = 1, .head_dim = 1}, 32);
+  other.view().append_run(0, 4).or_throw();
+  memory.view().copy_from(other.view()).or_throw();
+  for (const KeepPlan& plan : old) check_error(compact(memory.view(), plan), StatusCode::stale_plan, {"another state"});
+}
+
+TEMPLATE_TEST_CASE("rollback takes back what was appended since the last eviction, as if it had never been", "", Floats, Halves,
+                   SharedMixed) {
+  using K = typename TestType::K;
+  using V = typename TestType::V;
+  Random random;
+  CAPTURE(random.seed());
+  for (const PositionMode mode : {PositionMode::true_positions, PositionMode::cache_relative, PositionMode::unrotated_keys})
+    for (index_t round = 0; round < 20; ++round) {
+      CAPTURE(static_cast<int>(mode), round);
+      LayoutCache<K, V, TestType::granularity> c(Layout::paged, 2, 3, 4, 40, random, mode);
+      LayoutCache<K, V, TestType::granularity> plain(Layout::token_major, 2, 3, 4, 40, random, mode);
+      index_t undoable = 0;
+      for (index_t step = 0; step < 12; ++step) {
+        const index_t room = c.cache.capacity() - c.cache.num_tokens();
+        const index_t firm = random.integer(0, std::min<index_t>(3, room));
+        const index_t guessed = random.integer(0, std::min<index_t>(4, room - firm));
+        for (index_t i = 0; i < firm + guessed; ++i) {
+          const std::vector<float> keys = random.normals(6);
+          const std::vector<float> values = random.normals(8);
+          const position_t position = c.cache.next_position() + random.integer(0, 2);
+          c.append(keys, values, position);
+          if (i < firm) plain.append(keys, values, position);
+        }
+        REQUIRE(c.cache.num_undoable() == undoable + firm + guessed);
+        REQUIRE(c.cache.rollback(guessed).or_throw() == guessed);
+        undoable += firm;
+        if (random.integer(0, 3) == 0 && c.cache.num_tokens() > 0) {
+          const Slots kept = random.subset(random.integer(1, c.cache.num_tokens()), c.cache.num_tokens());
+          compact(c.cache, plan_for(c.cache, {kept})).or_throw();
+          compact(plain.cache, plan_for(plain.cache, {kept})).or_throw();
+          if (static_cast<index_t>(kept.size()) == c.cache.num_tokens() && undoable == c.cache.num_undoable()) continue;
+          undoable = 0;
+        }
+        REQUIRE(c.cache.num_undoable() == undoable);
+        REQUIRE(c.cache.num_tokens() == plain.cache.num_tokens());
+        REQUIRE(c.cache.next_position() == plain.cache.next_position());
+        REQUIRE(c.cache.next_rotary_position() == plain.cache.next_rotary_position());
+        for (index_t h = 0; h < 2; ++h)
+          for (index_t s = 0; s < c.cache.num_tokens(); ++s) {
+            REQUIRE(c.cache.position(h, s) == plain.cache.position(h, s));
+            REQUIRE(c.cache.rotary_position(h, s) == plain.cache.rotary_position(h, s));
+            REQUIRE(same_bytes(c.keys.row(h, s), plain.keys.row(h, s)));
+            REQUIRE(same_bytes(c.values.row(h, s), plain.values.row(h, s)));
+          }
+      }
+      const index_t all = c.cache.num_undoable();
+      REQUIRE(c.cache.rollback(1000).or_throw() == all);
+      REQUIRE(c.cache.rollback(1000).or_throw() == 0);
+      check_invalid(c.cache.rollback(-1).status(), {"count = -1"});
+    }
+}
+
+TEST_CASE("rollback stops at the pinned prefix of the shortest head") {
+  Random random;
+  CAPTURE(random.seed());
+  LayoutCache<float, float, Granularity::per_head_ragged> c(Layout::head_major, 2, 2, 2, 16, random);
+  c.cache.append_run(0, 10).or_throw();
+  compact(c.cache, plan_for(c.cache, {{0, 1, 2, 3, 4, 5, 6, 7}, {0, 1}})).or_throw();
+  c.cache.append_run(10, 3).or_throw();
+  c.cache.set_pinned_prefix(4).or_throw();
+  REQUIRE(c.cache.rollback(3).or_throw() == 1);
+  REQUIRE(c.cache.num_tokens(0) == 10);
+  REQUIRE(c.cache.num_tokens(1) == 4);
+  REQUIRE(c.cache.pinned_prefix() == 4);
+  REQUIRE(c.cache.next_position() == 12);
+  c.cache.set_pinned_prefix(0).or_throw();
+  REQUIRE(c.cache.rollback(3).or_throw() == 2);
+  REQUIRE(c.cache.next_position() == 10);
+}
+
+TEMPLATE_TEST_CASE("[I1] copy_from is a deep copy between any two layouts", "[I1]", Floats, Halves, SharedMixed) {
+  using K = typename TestType::K;
+  using V = typename TestType::V;
+  Random random;
+  CAPTURE(random.seed());
+  for (const Layout from_layout : all_layouts)
+    for (const Layout to_layout : all_layouts) {
+      CAPTURE(static_cast<int>(from_layout), static_cast<int>(to_layout));
+      LayoutCache<K, V, TestType::granularity> from(from_layout, 2, 5, 3, 16, random);
+      LayoutCache<K, V, TestType::granularity> to(to_layout, 2, 5, 3, 12, random);
+      fill(from, 11, random);
+      fill(to, 3, random);
+      from.cache.set_pinned_prefix(2).or_throw();
+      const auto same = [&](index_t tokens) {
+        bool equal = to.cache.num_tokens() == tokens && from.cache.num_tokens() == tokens;
+        for (index_t h = 0; h < 2; ++h)
+          for (index_t s = 0; s < tokens; ++s)
+            equal = equal && same_bytes(to.keys.row(h, s), from.keys.row(h, s)) &&
+                    same_bytes(to.values.row(h, s), from.values.row(h, s)) &&
+                    to.cache.position(h, s) == from.cache.position(h, s);
+        return equal;
+      };
+      to.cache.copy_from(from.cache).or_throw();
+      REQUIRE(same(11));
+      REQUIRE(to.cache.next_position() == from.cache.next_position());
+      REQUIRE(to.cache.pinned_prefix() == 2);
+      REQUIRE(to.keys.fillers_untouched());
+      REQUIRE(to.values.fillers_untouched());
+      REQUIRE(to.cache.rollback(4).or_throw() == 4);
+      REQUIRE(from.cache.rollback(4).or_throw() == 4);
+      REQUIRE(same(7));
+      REQUIRE(to.cache.next_position() == from.cache.next_position());
+      from.cache.copy_from(from.cache).or_throw();
+      REQUIRE(same(7));
+
+      from.cache.append_run(100, 9).or_throw();
+      const std::uint64_t epoch = to.cache.epoch();
+      check_error(to.cache.copy_from(from.cache), StatusCode::out_of_capacity, {"16 tokens", "capacity = 12"});
+      REQUIRE(to.cache.num_tokens() == 7);
+      REQUIRE(to.cache.epoch() == epoch);
+    }
+}
+
+TEMPLATE_TEST_CASE("follow does to the books what compact does, and nothing to the rows", "", Floats, Halves, SharedMixed) {
+  using K = typename TestType::K;
+  using V = typename TestType::V;
+  Random random;
+  CAPTURE(random.seed());
+  for (index_t round = 0; round < 30; ++round) {
+    LayoutCache<K, V, TestType::granularity> c(Layout::head_major, 2, 3, 4, 16, random, PositionMode::cache_relative);
+    const index_t tokens = random.integer(1, 16);
+    fill(c, tokens, random);
+    auto view = c.cache;  // books of its own
+    const auto keys = c.keys.memory();
+    const auto values = c.values.memory();
+    const bool one_set = TestType::granularity == Granularity::per_layer || random.coin();
+    const index_t kept = random.integer(0, tokens);
+    std::vector<Slots> sets{random.subset(kept, tokens)};
+    if (!one_set) sets.push_back(random.subset(kept, tokens));
+    const KeepPlan plan = plan_for(c.cache, sets);
+    follow(view, plan).or_throw();
+    REQUIRE(same_bytes(c.keys.memory(), keys));
+    REQUIRE(same_bytes(c.values.memory(), values));
+    compact(c.cache, plan).or_throw();
+    REQUIRE(view.num_tokens() == c.cache.num_tokens());
+    REQUIRE(view.next_position() == c.cache.next_position());
+    REQUIRE(view.next_rotary_position() == c.cache.next_rotary_position());
+    REQUIRE(view.num_undoable() == c.cache.num_undoable());
+    for (index_t h = 0; h < 2; ++h) {
+      REQUIRE(positions(view, h) == positions(c.cache, h));
+      for (index_t s = 0; s < kept; ++s) REQUIRE(view.rotary_position(h, s) == c.cache.rotary_position(h, s));
+    }
+    if (kept == tokens) continue;
+    check_error(follow(view, plan), StatusCode::stale_plan, {"another state"});
+    REQUIRE(view.num_tokens() == kept);
+  }
+  LayoutCache<K, V, TestType::granularity> pinned(Layout::head_major, 2, 3, 4, 16, random);
+  fill(pinned, 8, random);
+  pinned.cache.set_pinned_prefix(3).or_throw();
+  check_invalid(follow(pinned.cache, plan_for(pinned.cache, {{0, 1, 4}})), {"pinned prefix of 3"});
+}
+
+TEST_CASE("[A7] a position behind which there is none is refused", "[A7]") {
+  OwningCache<float> memory({.query_heads = 1, .kv_heads = 1, .head_dim = 1}, 8);
+  constexpr position_t last = std::numeric_limits<position_t>::max();
+  check_invalid(memory.view().append(last), {"position = 9223372036854775807"});
+  check_invalid(memory.view().append_run(last - 1, 2), {"position = 9223372036854775806"});
+  REQUIRE(memory.view().num_tokens() == 0);
+  REQUIRE(memory.view().append(last - 1).ok());
+  REQUIRE(memory.view().next_position() == last);
 }
 
 }  // namespace

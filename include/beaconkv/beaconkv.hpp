@@ -40,6 +40,7 @@
 #include "beaconkv/sequence/beams.hpp"
 #include "beaconkv/sequence/executor.hpp"
 #include "beaconkv/sequence/sequence.hpp"
+#include "beaconkv/sequence/sequence_options.hpp"
 #include "beaconkv/status.hpp"
 #include "beaconkv/types.hpp"
 #include "beaconkv/version.hpp"

@@ -20,6 +20,7 @@ struct WorkspaceSize {
   index_t plan_sets = 0;
   index_t plan_tokens = 0;
 
+  [[nodiscard]] bool operator==(const WorkspaceSize&) const noexcept = default;
   /// Enough for either of two uses, one after the other: several policies may share one workspace.
   [[nodiscard]] friend WorkspaceSize max(const WorkspaceSize& a, const WorkspaceSize& b) noexcept {
     return {std::max(a.bytes, b.bytes), std::max(a.plan_sets, b.plan_sets), std::max(a.plan_tokens, b.plan_tokens)};
@@ -35,15 +36,20 @@ class Workspace {
   static constexpr std::size_t alignment = 64;
 
   /// Allocates once.
-  explicit Workspace(const WorkspaceSize& size) : memory_(size.bytes + alignment) {
+  explicit Workspace(const WorkspaceSize& size) : memory_(size.bytes + alignment), size_(size) {
     plan_.reserve(size.plan_sets, size.plan_tokens);
     const auto address = reinterpret_cast<std::uintptr_t>(memory_.data());
     base_ = memory_.data() + (alignment - address % alignment) % alignment;
     capacity_ = size.bytes;
   }
   /// A copy is a workspace of its own of the same size; contents are scratch and not copied, the plan is.
-  Workspace(const Workspace& other) : Workspace(WorkspaceSize{other.capacity_, 0, 0}) { plan_ = other.plan_; }
-  Workspace& operator=(const Workspace& other) { return *this = Workspace(other); }
+  Workspace(const Workspace& other) : Workspace(other.size_) { plan_ = other.plan_; }
+  /// Allocates unless both have the same size.
+  Workspace& operator=(const Workspace& other) {
+    if (memory_.empty() || !(size_ == other.size_)) return *this = Workspace(other);
+    plan_ = other.plan_;
+    return *this;
+  }
   Workspace(Workspace&&) noexcept = default;
   Workspace& operator=(Workspace&&) noexcept = default;
 
@@ -94,6 +100,7 @@ class Workspace {
   Workspace() = default;
 
   std::vector<std::byte> memory_;
+  WorkspaceSize size_;  // asked for
   std::byte* base_ = nullptr;
   std::size_t capacity_ = 0;
   std::size_t used_ = 0;

@@ -64,9 +64,8 @@ class CacheBooks {
   /// Leading slots that other sequences share: never moved, never evicted.
   [[nodiscard]] index_t pinned_prefix() const noexcept { return pinned_; }
   [[nodiscard]] Status set_pinned_prefix(index_t count) {
-    index_t shortest = tokens_;
-    for (index_t h = 0; h < sets(); ++h) shortest = std::min(shortest, length_of(h));
-    if (count < 0 || count > shortest) return detail::invalid("pinned prefix = ", count, ": must be between 0 and ", shortest);
+    if (count < 0 || count > shortest())
+      return detail::invalid("pinned prefix = ", count, ": must be between 0 and ", shortest());
     pinned_ = count;
     return {};
   }
@@ -75,7 +74,7 @@ class CacheBooks {
   /// the last eviction and the pinned prefix can be taken back: returns how many were.
   [[nodiscard]] Result<index_t> rollback(index_t count) {
     if (count < 0) return detail::invalid("count = ", count, ": must not be negative");
-    const index_t undone = std::min({count, undoable_, tokens_ - pinned_});
+    const index_t undone = std::min(count, num_undoable());
     if (undone == 0) return undone;
     undoable_ -= undone;
     next_position_ = undoable_ > 0 ? position(0, length_of(0) - undone - 1) + 1 : firm_position_;
@@ -84,6 +83,9 @@ class CacheBooks {
     shorten(tokens_ - undone);
     return undone;
   }
+
+  /// The most tokens that `rollback` can take back now.
+  [[nodiscard]] index_t num_undoable() const noexcept { return std::min(undoable_, shortest() - pinned_); }
 
   /// Keeps the first `count` slots of every head. `next_position` stays.
   void truncate(index_t count) noexcept requires(G != Granularity::per_head_ragged) {
@@ -127,6 +129,8 @@ class CacheBooks {
                            " more of its ", capacity_, " tokens");
     if (first_position < next_position_)
       return detail::error(StatusCode::out_of_order, "position = ", first_position, ": must be at least ", next_position_);
+    if (first_position > std::numeric_limits<position_t>::max() - count)
+      return detail::invalid("position = ", first_position, ": leaves no position for what follows");
     return {};
   }
   void note_append(position_t first_position, index_t count) noexcept {
@@ -168,7 +172,7 @@ class CacheBooks {
     firm_position_ = other.firm_position_;
     next_position_ = other.next_position_;
     next_rotary_ = other.next_rotary_;
-    ++changes_;
+    changes_ = std::max(changes_, other.changes_) + 1;  // memory may be used again: no epoch of a cache that was there before
   }
 
   /// Saves or loads (`archive.hpp`).
@@ -184,7 +188,7 @@ class CacheBooks {
     archive.value("tokens that can be taken back", undoable_, 0, tokens_);
     archive.value("next position", next_position_, 0, far);
     archive.value("firm position", firm_position_, 0, far);
-    archive.value("next rotary position", next_rotary_, 0, far);
+    archive.value("next rotary position", next_rotary_, 0, next_position_);
     for (index_t h = 0; h < sets() && archive.ok(); ++h) {
       archive.array("positions", slots_of(positions_, h));
       if (!rotary_.empty()) archive.array("rotary positions", slots_of(rotary_, h));
@@ -205,6 +209,11 @@ class CacheBooks {
 
  private:
   [[nodiscard]] index_t sets() const noexcept { return one_set ? 1 : heads_; }
+  [[nodiscard]] index_t shortest() const noexcept {
+    index_t least = tokens_;
+    for (const index_t length : lengths_) least = std::min(least, length);
+    return least;
+  }
   [[nodiscard]] std::size_t index_of(index_t head, index_t slot) const noexcept {
     return static_cast<std::size_t>((one_set ? 0 : head) * capacity_ + slot);
   }
@@ -228,11 +237,19 @@ class CacheBooks {
   [[nodiscard]] bool consistent() const noexcept {
     index_t longest = lengths_.empty() ? tokens_ : 0;
     for (const index_t length : lengths_) longest = std::max(longest, length);
-    if (longest != tokens_ || firm_position_ > next_position_) return false;
+    if (longest != tokens_ || (undoable_ == 0 && firm_position_ != next_position_)) return false;
     for (index_t h = 0; h < sets(); ++h) {
-      if (pinned_ > length_of(h) || undoable_ > length_of(h)) return false;
-      for (index_t i = 0; i < length_of(h); ++i)
-        if (position(h, i) < (i > 0 ? position(h, i - 1) + 1 : 0) || position(h, i) >= next_position_) return false;
+      const index_t firm = length_of(h) - undoable_;
+      if (pinned_ > length_of(h) || firm < 0) return false;
+      position_t least = 0;  // that the next one may have
+      for (index_t i = 0; i < length_of(h); ++i) {
+        if (i == firm) least = std::max(least, firm_position_);
+        if (position(h, i) < least || position(h, i) >= (i < firm ? firm_position_ : next_position_)) return false;
+        if (i >= firm && position(h, i) != position(0, length_of(0) - undoable_ + i - firm)) return false;
+        if (mode_ == PositionMode::cache_relative && rotary_position(h, i) < 0) return false;
+        least = position(h, i) + 1;
+      }
+      if (undoable_ > 0 && least != next_position_) return false;
     }
     return true;
   }

@@ -83,7 +83,7 @@ class OwningCache {
 
   /// Gives memory behind the tokens back: room for `capacity` of them is left, which must hold what there is. The only way in
   /// which the bytes of a cache shrink: evictions alone keep the memory for the tokens that follow. Allocates, and copies
-  /// what stays.
+  /// what stays. Copies of the view, those in a `Sequence` too, still point to the memory that is gone: make them anew.
   [[nodiscard]] Status shrink(index_t capacity) {
     if (capacity < std::max<index_t>(1, view().num_tokens()) || capacity > view().capacity())
       return detail::invalid("capacity = ", capacity, ": must be between the ", view().num_tokens(), " tokens and ",

@@ -118,6 +118,9 @@ template <class T>
   if (takes_scale<T> && plane.scales.base == nullptr)
     return invalid(name, ".scales.base is null: this storage type takes scales");
   if (!takes_scale<T> && plane.scales.base != nullptr) return invalid(name, ".scales: this storage type takes none");
+  if (takes_scale<T> && plane.page_size > 0 && !plane.scales.per_row() && plane.scales.page != 0)
+    return invalid(name, ".scales.page = ", plane.scales.page,
+                   ": rows move between pages: give a scale to each row or to a head");
   if (std::is_same_v<T, std::int8_t> && !plane.scales.per_row() && plane.capacity > 1)
     return invalid(name, ".scales.token = 0: int8 needs a scale for each row");
   return {};
@@ -195,6 +198,22 @@ template <class T>
   if (a.heads != b.heads || a.dim != b.dim)
     return invalid(name, ": ", b.heads, " heads of ", b.dim, " numbers, not ", a.heads, " of ", a.dim);
   if (a.scales.per_row() != b.scales.per_row()) return invalid(name, ": only one of the two has a scale for each row");
+  return {};
+}
+
+/// The bits of the scale that all rows of `head` share. Precondition: they share one.
+template <class T>
+[[nodiscard]] std::uint32_t shared_scale_bits(const Plane<T>& plane, index_t head) noexcept {
+  return std::bit_cast<std::uint32_t>(plane.scales.base[head * plane.scales.head]);
+}
+
+/// Whether bytes of rows mean the same numbers in both: scales that rows share are not copied with them.
+template <class T>
+[[nodiscard]] Status same_shared_scales(const Plane<T>& a, const Plane<T>& b, const char* name) {
+  if constexpr (takes_scale<T>)
+    for (index_t h = 0; h < a.heads && !a.scales.per_row(); ++h)
+      if (shared_scale_bits(a, h) != shared_scale_bits(b, h))
+        return invalid(name, ": the rows of head ", h, " share other scales in the two");
   return {};
 }
 

@@ -155,16 +155,24 @@ class PlaneCache : public CacheBooks<G> {
     return {};
   }
 
-  /// Becomes a deep copy of `other`, in this cache's own memory: a fork. Layout and capacity may differ, if the tokens fit.
-  [[nodiscard]] Status copy_from(const PlaneCache& other) {
+  /// Whether `copy_from` takes `other`: the error that it would give.
+  [[nodiscard]] Status check_copy_from(const PlaneCache& other) const {
     if (Status s = detail::same_rows(keys_, other.keys_, "copy_from: keys"); !s) return s;
     if (Status s = detail::same_rows(values_, other.values_, "copy_from: values"); !s) return s;
+    if (Status s = detail::same_shared_scales(keys_, other.keys_, "copy_from: keys"); !s) return s;
+    if (Status s = detail::same_shared_scales(values_, other.values_, "copy_from: values"); !s) return s;
     if (position_mode() != other.position_mode() || latent_ != other.latent_)
       return detail::invalid("copy_from: the caches differ in position mode or latent values");
     if (other.num_tokens() > capacity())
       return detail::error(StatusCode::out_of_capacity, "copy_from: ", other.num_tokens(), " tokens, capacity = ", capacity());
     if (Status s = detail::check_pages(keys_, 0, other.num_tokens(), "keys"); !s) return s;
-    if (Status s = detail::check_pages(values_, 0, other.num_tokens(), "values"); !s) return s;
+    return detail::check_pages(values_, 0, other.num_tokens(), "values");
+  }
+  /// Becomes a deep copy of `other`, in this cache's own memory: a fork. Layout and capacity may differ, if the tokens fit;
+  /// scales that rows share must be the same.
+  [[nodiscard]] Status copy_from(const PlaneCache& other) {
+    if (this == &other) return {};
+    if (Status s = check_copy_from(other); !s) return s;
     for (index_t h = 0; h < keys_.heads; ++h)
       for (index_t i = 0; i < other.length_of(h); ++i) {
         detail::copy_row(keys_, h, i, other.keys_, h, i);
@@ -185,6 +193,8 @@ class PlaneCache : public CacheBooks<G> {
     archive.expect("scales of keys by row", keys_.scales.per_row() ? 1 : 0);
     archive.expect("scales of values by row", values_.scales.per_row() ? 1 : 0);
     archive.expect("latent values", latent_ ? 1 : 0);
+    expect_shared_scales(archive, keys_, "bits of a shared scale of keys");
+    expect_shared_scales(archive, values_, "bits of a shared scale of values");
     Books::exchange(archive);
     if constexpr (Archive::loading) {
       if (!archive.ok()) return;
@@ -227,6 +237,14 @@ class PlaneCache : public CacheBooks<G> {
     for (index_t d = 0; d < plane.elements(); ++d) archive.bytes(row + d * plane.stride.dim, sizeof(T));
     if constexpr (takes_scale<T>)
       if (plane.scales.per_row()) archive.bytes(plane.scale(head, slot), sizeof(float));
+  }
+
+  /// They are the engine's and not part of the state, but the rows mean nothing without them.
+  template <class Archive, class T>
+  static void expect_shared_scales(Archive& archive, const Plane<T>& plane, const char* name) {
+    if constexpr (takes_scale<T>)
+      for (index_t h = 0; h < plane.heads && !plane.scales.per_row(); ++h)
+        archive.expect(name, std::int64_t{detail::shared_scale_bits(plane, h)});
   }
 
   template <class T>

@@ -91,10 +91,10 @@ class QueryRing {
   template <class Archive>
   void exchange(Archive& archive) {
     archive.expect("n_recent_queries", capacity_);
+    begin_at_oldest();
     archive.value("number of recent queries", size_, 0, capacity_);
-    archive.value("first recent query", first_, 0, capacity_ - 1);
-    archive.array("recent queries", std::span(rows_));
-    archive.array("positions of recent queries", std::span(positions_));
+    archive.array("recent queries", std::span(rows_).first(static_cast<std::size_t>(size_ * heads_ * dim_)));
+    archive.array("positions of recent queries", std::span(positions_).first(static_cast<std::size_t>(size_)));
   }
 
   /// Adds one token; the oldest one makes room.
@@ -111,6 +111,12 @@ class QueryRing {
 
  private:
   [[nodiscard]] index_t slot(index_t i) const noexcept { return (first_ + i) % capacity_; }
+  /// The same tokens, so stored that equal states are equal bytes.
+  void begin_at_oldest() {
+    std::rotate(positions_.begin(), positions_.begin() + first_, positions_.end());
+    std::rotate(rows_.begin(), rows_.begin() + first_ * heads_ * dim_, rows_.end());
+    first_ = 0;
+  }
 
   index_t heads_;
   index_t dim_;

@@ -78,6 +78,16 @@ class PolicyState {
     return take_token(queries, position, true);
   }
 
+  /// What `observe` (or `observe_rotated`) would say to a token, without taking it.
+  [[nodiscard]] Status check_token(std::span<const float> queries, position_t position, bool rotated) const {
+    const auto size = static_cast<index_t>(queries.size());
+    if (size % shape_.query_heads != 0 && ObserverT::needs_queries)
+      return detail::invalid("queries have ", size, " numbers: the shape has ", shape_.query_heads, " heads of ",
+                             shape_.head_dim);
+    const index_t dim = ObserverT::needs_queries ? size / shape_.query_heads : shape_.head_dim;
+    return check_queries(shape_.query_heads, dim, position, 1, rotated);
+  }
+
   /// Appends all that the policy remembers to `out`, with version and checksum. Its options are not part of it. Allocates.
   void save(std::vector<std::byte>& out) const {
     PolicyState copy = *this;  // one function reads and writes
@@ -127,6 +137,7 @@ class PolicyState {
 
   /// Switched off, nothing is ever due: the cache fills up and its `append` says so.
   void set_eviction(bool on) noexcept { eviction_on_ = on; }
+  [[nodiscard]] bool eviction_on() const noexcept { return eviction_on_; }
   /// The model changed its RoPE frequencies (LongRoPE): the queries that the policy remembers are kept pre-RoPE and follow. The
   /// cached keys do by `switch_rope`.
   [[nodiscard]] Status set_rope(const RopeTable& rope) {
@@ -193,12 +204,7 @@ class PolicyState {
   }
 
   [[nodiscard]] Status take_token(std::span<const float> queries, position_t position, bool rotated) {
-    const auto size = static_cast<index_t>(queries.size());
-    if (size % shape_.query_heads != 0 && ObserverT::needs_queries)
-      return detail::invalid("queries have ", size, " numbers: the shape has ", shape_.query_heads, " heads of ",
-                             shape_.head_dim);
-    const index_t dim = ObserverT::needs_queries ? size / shape_.query_heads : shape_.head_dim;
-    if (Status s = check_queries(shape_.query_heads, dim, position, 1, rotated); !s) return s;
+    if (Status s = check_token(queries, position, rotated); !s) return s;
     const QueryView view = QueryView::token_major(queries.data(), 1, shape_.query_heads, shape_.head_dim);
     if (Status s = observer_.observe({view, position, rotated ? rope() : nullptr}); !s) return s;
     next_position_ = position + 1;

@@ -34,10 +34,10 @@ class PublishedOrder {
                                                                               : rank;
   }
 
-  /// Tokens of `head` that the order knows.
-  [[nodiscard]] index_t num_slots(index_t head) const noexcept {
+  /// Whether every slot of the order is one of `tokens`: not in a cache that was cut otherwise, or that it was not saved with.
+  [[nodiscard]] bool fits(index_t head, index_t tokens) const noexcept {
     const auto h = static_cast<std::size_t>(head);
-    return h < slots_.size() ? static_cast<index_t>(slots_[h].size()) : 0;
+    return h >= slots_.size() || static_cast<index_t>(slots_[h].size()) <= tokens;
   }
 
   /// The chosen tokens by descending score, the earlier rank first among equals; protected ones stay at their end.
@@ -46,7 +46,8 @@ class PublishedOrder {
     for (index_t h = 0; h < num_heads; ++h) {
       const std::span<const slot_t> kept = plan.kept(h);
       const std::span<const float> scores = plan.kept_scores(h);
-      std::vector<index_t> old_rank(static_cast<std::size_t>(std::max(plan.tokens_before(), num_slots(h))));
+      if (!fits(h, plan.tokens_before())) slots_[static_cast<std::size_t>(h)].clear();  // of tokens that are there no more
+      std::vector<index_t> old_rank(static_cast<std::size_t>(plan.tokens_before()));
       for (index_t r = 0; r < plan.tokens_before(); ++r) old_rank[static_cast<std::size_t>(slot_at(h, r))] = r;
       std::vector<slot_t> order(kept.size());
       std::iota(order.begin(), order.end(), slot_t{0});
@@ -162,9 +163,9 @@ class RKVScorer {
                                           ScoreMatrix out, Workspace& work) const {
     if (options_.order == RKVOrder::chronological) return score_in_order(cache, observations, candidates, out, work);
     for (index_t h = 0; h < out.heads; ++h)
-      if (published_.num_slots(h) > out.tokens)
-        return detail::error(StatusCode::out_of_order, "cache has ", out.tokens, " tokens: the published order of head ", h,
-                             " has ", published_.num_slots(h));
+      if (!published_.fits(h, out.tokens))
+        return detail::error(StatusCode::out_of_order, "cache holds ", out.tokens,
+                             " tokens: fewer than the published order of its head ", h, ", which was made for another");
     const Result<ScoreReport> report =
         score_in_order(detail::ReorderedReader<Cache>{cache, published_}, observations, candidates, out, work);
     if (!report) return report;

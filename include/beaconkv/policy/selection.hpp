@@ -221,6 +221,8 @@ class SelectionRules {
     archive.list("boundaries", boundaries_, most);
     if constexpr (Archive::loading) {
       SelectionRules read;
+      if (ends.size() % 2 != 0)
+        archive.fail(detail::error(StatusCode::damaged, "saved state: protected ranges: ", ends.size(), " ends, not pairs"));
       for (std::size_t i = 0; i + 1 < ends.size(); i += 2)
         if (Status s = read.protect({ends[i], ends[i + 1]}); !s) archive.fail(std::move(s));
       for (const position_t b : boundaries_)

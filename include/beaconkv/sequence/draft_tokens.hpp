@@ -12,7 +12,8 @@
 
 namespace beaconkv::inline v0::detail {
 
-/// Up to `most` tokens of each layer, `[layers][most][width]`. Nothing allocates after construction.
+/// Up to `most` tokens of each layer, `[layers][most][width]`; `width` is the widest layer's. Nothing allocates after
+/// construction.
 class DraftTokens {
  public:
   DraftTokens(index_t layers, index_t width, index_t most)
@@ -20,6 +21,7 @@ class DraftTokens {
         most_(most),
         queries_(static_cast<std::size_t>(layers * most * width)),
         positions_(static_cast<std::size_t>(layers * most)),
+        rotated_(static_cast<std::size_t>(layers * most)),
         sizes_(static_cast<std::size_t>(layers)) {}
 
   /// The most that a layer has seen.
@@ -32,31 +34,48 @@ class DraftTokens {
   [[nodiscard]] position_t position(index_t layer, index_t i) const noexcept {
     return positions_[static_cast<std::size_t>(layer * most_ + i)];
   }
+  [[nodiscard]] bool rotated(index_t layer, index_t i) const noexcept {
+    return rotated_[static_cast<std::size_t>(layer * most_ + i)] != 0;
+  }
+  /// The position that the layer's next tentative token must at least have; 0 where it has none.
+  [[nodiscard]] position_t next_position(index_t layer) const noexcept {
+    return size(layer) > 0 ? position(layer, size(layer) - 1) + 1 : 0;
+  }
   [[nodiscard]] std::size_t state_bytes() const noexcept {
-    return queries_.size() * sizeof(float) + positions_.size() * sizeof(position_t);
+    return queries_.size() * sizeof(float) + positions_.size() * sizeof(position_t) + rotated_.size();
   }
 
-  [[nodiscard]] Status push(index_t layer, std::span<const float> queries, position_t position) {
+  /// Precondition: no more numbers than `width`.
+  [[nodiscard]] Status push(index_t layer, std::span<const float> queries, position_t position, bool rotated) {
     index_t& size = sizes_[static_cast<std::size_t>(layer)];
-    if (static_cast<index_t>(queries.size()) != width_)
-      return invalid("queries have ", queries.size(), " numbers: must have ", width_);
+    BEACONKV_ASSERT(static_cast<index_t>(queries.size()) <= width_);
     if (size == most_) return error(StatusCode::out_of_capacity, "max_draft_tokens = ", most_, ": as many are tentative");
     std::copy(queries.begin(), queries.end(), queries_.begin() + (layer * most_ + size) * width_);
     positions_[static_cast<std::size_t>(layer * most_ + size)] = position;
+    rotated_[static_cast<std::size_t>(layer * most_ + size)] = rotated ? 1 : 0;
     ++size;
     return {};
   }
-  /// Forgets the newest `count` of every layer.
-  void drop(index_t count) noexcept {
-    for (index_t& size : sizes_) size = std::max<index_t>(0, size - count);
+  /// Forgets all of every layer but the first `count`.
+  void keep(index_t count) noexcept {
+    for (index_t& size : sizes_) size = std::min(size, count);
   }
-  void clear() noexcept { std::fill(sizes_.begin(), sizes_.end(), index_t{0}); }
+  /// Whether there is room for those of `other`.
+  [[nodiscard]] bool fits(const DraftTokens& other) const noexcept { return other.size() <= most_ && other.width_ == width_; }
+  /// Precondition: they fit.
+  void copy_from(const DraftTokens& other) noexcept {
+    keep(0);
+    for (index_t l = 0; l < static_cast<index_t>(sizes_.size()); ++l)
+      for (index_t i = 0; i < other.size(l); ++i)
+        static_cast<void>(push(l, other.queries(l, i), other.position(l, i), other.rotated(l, i)));
+  }
 
  private:
   index_t width_;
   index_t most_;
   std::vector<float> queries_;
   std::vector<position_t> positions_;
+  std::vector<std::uint8_t> rotated_;
   std::vector<index_t> sizes_;  // of each layer
 };
 

@@ -13,32 +13,9 @@
 #include "beaconkv/policy/realign.hpp"
 #include "beaconkv/sequence/draft_tokens.hpp"
 #include "beaconkv/sequence/executor.hpp"
+#include "beaconkv/sequence/sequence_options.hpp"
 
 namespace beaconkv::inline v0 {
-
-/// What a layer of a model keeps. Only global layers have a policy; a windowed layer drops what leaves its window by itself, a
-/// recurrent one has no keys and values.
-enum class LayerKind : std::uint8_t { global, windowed, recurrent };
-
-struct SequenceOptions {
-  index_t capacity = 0;            ///< the longest cache and the longest prompt
-  std::vector<LayerKind> kinds{};  ///< of all layers of the model, in order; default: all global
-  index_t max_draft_tokens = 0;    ///< the most tokens that may be tentative at once (speculative decoding)
-  index_t workers = 1;             ///< threads that an executor may use: a workspace for each
-  /// The most layers that evict in one call: the others stay due and come next, so that no decode step pays for all. Their
-  /// caches need room for as many tokens more as it takes to come round. 0: all at once.
-  index_t layers_per_step = 0;
-  Reduce over_layers = Reduce::mean;  ///< how layers that keep one set together agree (`Granularity::per_sequence`)
-};
-
-/// What an eviction over all layers did.
-struct SequenceReport {
-  index_t layers = 0;          ///< that evicted
-  index_t evicted = 0;         ///< tokens of a head, summed over those layers
-  index_t num_non_finite = 0;  ///< key and query rows with a NaN or infinity that scoring met
-  /// Leading slots that stayed as they were in every layer: a prefix cache must forget what lies behind.
-  index_t unchanged_prefix = 0;
-};
 
 /// The policies and caches of all global layers of one sequence. Layers may have policies with different options or budgets.
 ///
@@ -46,7 +23,7 @@ struct SequenceReport {
 /// over memory of its own. One thread uses a sequence at a time. Nothing allocates after construction, but for `save`, `load`
 /// and errors.
 ///
-/// Caches with `PositionMode::cache_relative` are re-aligned after each eviction.
+/// Caches with `PositionMode::cache_relative` are re-aligned after each eviction, where the policy has a `RopeTable`.
 template <class PolicyT, CacheBuffer CacheT>
 class Sequence {
  public:
@@ -56,16 +33,7 @@ class Sequence {
     if (policies.empty() || policies.size() != caches.size())
       return detail::invalid("policies = ", policies.size(), ", caches = ", caches.size(),
                              ": there must be one of each for every layer");
-    const auto globals = options.kinds.empty() ? static_cast<std::ptrdiff_t>(policies.size())
-                                               : std::count(options.kinds.begin(), options.kinds.end(), LayerKind::global);
-    if (globals != static_cast<std::ptrdiff_t>(policies.size()))
-      return detail::invalid("kinds has ", globals, " global layers: there are ", policies.size(), " policies");
-    if (options.capacity < 0) return detail::invalid("capacity = ", options.capacity, ": must not be negative");
-    if (options.max_draft_tokens < 0)
-      return detail::invalid("max_draft_tokens = ", options.max_draft_tokens, ": must not be negative");
-    if (options.workers < 1) return detail::invalid("workers = ", options.workers, ": must be at least 1");
-    if (options.layers_per_step < 0)
-      return detail::invalid("layers_per_step = ", options.layers_per_step, ": must not be negative");
+    if (Status s = validate(options, static_cast<index_t>(policies.size())); !s) return s;
     if (one_set_for_all && options.layers_per_step != 0)
       return detail::error(StatusCode::unsupported, "layers_per_step = ", options.layers_per_step,
                            ": layers that keep one set evict together");
@@ -89,10 +57,10 @@ class Sequence {
   /// The true position of the next token, from what was seen, not from what a layer still holds.
   [[nodiscard]] position_t next_position() const noexcept {
     position_t next = 0;
-    for (const PolicyT& policy : policies_) next = std::max(next, policy.next_position());
-    return next + drafts_.size();
+    for (index_t l = 0; l < num_layers(); ++l) next = std::max({next, policy(l).next_position(), drafts_.next_position(l)});
+    return next;
   }
-  /// Bytes that the policies and the books of the caches hold, of all layers.
+  /// Bytes that the policies of all layers and tentative tokens take; the caches have a `state_bytes` of their own.
   [[nodiscard]] std::size_t state_bytes() const noexcept {
     std::size_t bytes = drafts_.state_bytes();
     for (const PolicyT& policy : policies_) bytes += policy.state_bytes();
@@ -106,7 +74,8 @@ class Sequence {
     return most;
   }
 
-  /// Evicts where a policy is due, and in no layer while tokens are tentative. On an error the layers that did evict are
+  /// Evicts where a policy is due, or was when it was not a layer's turn or between accepted tokens, and in no layer while
+  /// tokens are tentative. On an error the layers that did evict are
   /// consistent, and the error of the first that did not is reported.
   [[nodiscard]] Result<SequenceReport> evict_where_due() { return evict_where_due(SerialExecutor{}); }
   /// The same with the layers spread over threads; the same bits whatever the executor.
@@ -115,7 +84,7 @@ class Sequence {
   [[nodiscard]] Result<SequenceReport> evict_where_due(ExecutorT&& executor) {
     if (executor.num_workers() > static_cast<index_t>(works_.size()))
       return detail::invalid("executor has ", executor.num_workers(), " workers: options.workers = ", works_.size());
-    if (drafts_.size() > 0) return SequenceReport{};
+    if (drafts_.size() > 0) return report_of(0);
     if constexpr (one_set_for_all) {
       return evict_together();
     } else {
@@ -131,52 +100,70 @@ class Sequence {
   /// The queries `[query_heads][head_dim]` of a tentative token in one layer, before RoPE: a draft of speculative decoding. The
   /// engine writes and appends its keys and values as always. No policy sees it before `accept`.
   [[nodiscard]] Status observe_draft(index_t layer, std::span<const float> queries, position_t position) {
-    if (layer < 0 || layer >= num_layers()) return detail::invalid("layer = ", layer, ": must be below ", num_layers());
-    if (position < policy(layer).next_position() + drafts_.size(layer))
-      return detail::error(StatusCode::out_of_order, "position = ", position, ": must be at least ",
-                           policy(layer).next_position() + drafts_.size(layer));
-    return drafts_.push(layer, queries, position);
+    return take_draft(layer, queries, position, false);
+  }
+  /// The same with queries as the attention used them.
+  [[nodiscard]] Status observe_draft_rotated(index_t layer, std::span<const float> queries, position_t position) {
+    return take_draft(layer, queries, position, true);
   }
   [[nodiscard]] index_t num_draft_tokens() const noexcept { return drafts_.size(); }
 
   /// The first `count` tentative tokens become real, as if they had been observed one by one; the others are taken back from
-  /// every cache, exactly. Refused, with nothing changed, unless every layer saw all of them.
+  /// every cache, exactly. Refused, with nothing changed, unless every layer saw all of them and they are the newest of its
+  /// cache. A layer that became due at any of them evicts in the next `evict_where_due`.
   [[nodiscard]] Status accept(index_t count) {
     const index_t drafts = drafts_.size();
     if (count < 0 || count > drafts)
       return detail::invalid("count = ", count, ": must be between 0 and the ", drafts, " drafts");
     for (index_t l = 0; l < num_layers(); ++l)
-      if (drafts_.size(l) != drafts || cache(l).num_tokens() < drafts)
+      if (drafts_.size(l) != drafts)
         return detail::error(StatusCode::out_of_order, "layer ", l, " has seen ", drafts_.size(l), " of ", drafts,
                              " tentative tokens");
+    if (Status s = check_drafts(); !s) return s;
     for (index_t l = 0; l < num_layers(); ++l) {
       if (Result<index_t> undone = cache(l).rollback(drafts - count); !undone) return undone.status();
-      for (index_t i = 0; i < count; ++i)
-        if (Status s = policy(l).observe(drafts_.queries(l, i), drafts_.position(l, i)); !s) return s;
+      for (index_t i = 0; i < count; ++i) {
+        const auto queries = drafts_.queries(l, i).first(static_cast<std::size_t>(width_of(l)));
+        if (Status s = drafts_.rotated(l, i) ? policy(l).observe_rotated(queries, drafts_.position(l, i))
+                                             : policy(l).observe(queries, drafts_.position(l, i));
+            !s)
+          return s;
+        note_due(l);
+      }
     }
-    drafts_.clear();
+    drafts_.keep(0);
     return {};
   }
-  /// Takes back the newest `count` tokens and returns how many really were: tentative ones are taken back exactly, observed
-  /// ones never (a saved copy brings those back).
+  /// Takes back the newest `count` tokens and returns how many really were: tentative ones are taken back exactly, in each
+  /// layer that saw them, observed ones never (a saved copy brings those back).
   [[nodiscard]] Result<index_t> rollback(index_t count) {
     if (count < 0) return detail::invalid("count = ", count, ": must not be negative");
+    if (Status s = check_drafts(); !s) return s;
     const index_t undone = std::min(count, drafts_.size());
+    const index_t left = drafts_.size() - undone;
     for (index_t l = 0; l < num_layers(); ++l)
-      if (Result<index_t> rows = cache(l).rollback(undone); !rows) return rows.status();
-    drafts_.drop(undone);
+      if (Result<index_t> rows = cache(l).rollback(std::max<index_t>(0, drafts_.size(l) - left)); !rows) return rows.status();
+    drafts_.keep(left);
     return undone;
   }
 
-  /// Becomes a fork of `other`, in this sequence's own memory: policies and rows. For sequences of the same make.
+  /// Becomes a fork of `other`, in this sequence's own memory: policies, rows and tentative tokens. For sequences of the same
+  /// make; capacity and memory layout may be others. Refused with nothing changed.
   [[nodiscard]] Status copy_from(const Sequence& other) {
     if (num_layers() != other.num_layers())
       return detail::invalid("copy_from: ", other.num_layers(), " layers, not ", num_layers());
+    if (this == &other) return {};
+    if (!drafts_.fits(other.drafts_))
+      return detail::error(StatusCode::out_of_capacity, "copy_from: ", other.drafts_.size(),
+                           " tentative tokens: more than max_draft_tokens, or queries of another size");
+    for (index_t l = 0; l < num_layers(); ++l)
+      if (Status s = cache(l).check_copy_from(other.cache(l)); !s) return s;
     for (index_t l = 0; l < num_layers(); ++l) {
       if (Status s = cache(l).copy_from(other.cache(l)); !s) return s;
       policy(l) = other.policy(l);
     }
-    drafts_ = other.drafts_;
+    drafts_.copy_from(other.drafts_);
+    waiting_ = other.waiting_;
     next_ = other.next_;
     return {};
   }
@@ -213,35 +200,77 @@ class Sequence {
   Sequence(std::vector<PolicyT> policies, std::vector<CacheT> caches, const SequenceOptions& options)
       : policies_(std::move(policies)),
         caches_(std::move(caches)),
-        drafts_(num_layers(), policies_[0].shape().query_heads * policies_[0].shape().head_dim, options.max_draft_tokens),
+        drafts_(num_layers(), widest(), options.max_draft_tokens),
         steps_(policies_.size()),
         due_(policies_.size()),
+        waiting_(policies_.size()),
         layers_per_step_(options.layers_per_step),
         over_layers_(options.over_layers) {
     WorkspaceSize size;
     for (std::size_t l = 0; l < policies_.size(); ++l)
       size = max(size, max(policies_[l].workspace_size(options.capacity), realign_workspace_size(caches_[l].key_dim())));
-    if (one_set_for_all) {  // the scores of a layer, and what all layers come to
-      const index_t heads = policies_[0].shape().kv_heads;
-      size.bytes += detail::measure([&](Workspace& work) {
-                      static_cast<void>(work.take<float>(heads * options.capacity));
-                      static_cast<void>(work.take<float>(options.capacity));
-                    }).bytes;
-    }
+    if (one_set_for_all) size.bytes += shared_scores_size(options.capacity).bytes;
     works_.assign(static_cast<std::size_t>(options.workers), Workspace(size));
     for (index_t m = 0; m < static_cast<index_t>(options.kinds.size()); ++m)
       if (options.kinds[static_cast<std::size_t>(m)] == LayerKind::global) model_layers_.push_back(m);
     for (index_t l = 0; options.kinds.empty() && l < num_layers(); ++l) model_layers_.push_back(l);
   }
 
+  /// Numbers that a token's queries have in a layer; 0 where its policy looks at none.
+  [[nodiscard]] index_t width_of(index_t layer) const noexcept {
+    if (!std::remove_cvref_t<decltype(policy(layer).observer())>::needs_queries) return 0;
+    return policy(layer).shape().query_heads * policy(layer).shape().head_dim;
+  }
+  [[nodiscard]] index_t widest() const noexcept {
+    index_t width = 0;
+    for (index_t l = 0; l < num_layers(); ++l) width = std::max(width, width_of(l));
+    return width;
+  }
+  /// The scores of a layer, and what all layers come to.
+  [[nodiscard]] WorkspaceSize shared_scores_size(index_t tokens) const {
+    return detail::measure([&](Workspace& work) {
+      static_cast<void>(work.take<float>(policies_[0].shape().kv_heads * tokens));
+      static_cast<void>(work.take<float>(tokens));
+    });
+  }
+
+  [[nodiscard]] Status take_draft(index_t layer, std::span<const float> queries, position_t position, bool rotated) {
+    if (layer < 0 || layer >= num_layers()) return detail::invalid("layer = ", layer, ": must be below ", num_layers());
+    if (position < drafts_.next_position(layer))
+      return detail::error(StatusCode::out_of_order, "position = ", position, ": must be at least ",
+                           drafts_.next_position(layer));
+    if (Status s = policy(layer).check_token(queries, position, rotated); !s) return s;
+    return drafts_.push(layer, width_of(layer) > 0 ? queries : queries.first(0), position, rotated);
+  }
+  /// An error unless the tentative tokens of each layer are the newest of its cache and its policy has seen none behind them.
+  [[nodiscard]] Status check_drafts() const {
+    for (index_t l = 0; l < num_layers(); ++l) {
+      const index_t drafts = drafts_.size(l);
+      const index_t firm = detail::tokens_of(cache(l), 0) - drafts;
+      bool newest = drafts <= cache(l).num_undoable();
+      for (index_t i = 0; i < drafts && newest; ++i) newest = cache(l).position(0, firm + i) == drafts_.position(l, i);
+      if (!newest || (drafts > 0 && drafts_.position(l, 0) < policy(l).next_position()))
+        return detail::error(StatusCode::out_of_order, "layer ", l, ": the newest tokens of its cache are not its ", drafts,
+                             " tentative ones");
+    }
+    return {};
+  }
+
+  /// A schedule may say so once only: remembers it until the layer evicts.
+  void note_due(index_t layer) {
+    std::uint8_t& waits = waiting_[static_cast<std::size_t>(layer)];
+    waits = policy(layer).eviction_on() && (waits != 0 || policy(layer).due(cache(layer))) ? 1 : 0;
+  }
   /// The layers that evict now, to `due_`: from where the last call stopped.
   [[nodiscard]] index_t pick_due() {
     const index_t most = layers_per_step_ > 0 ? layers_per_step_ : num_layers();
     index_t count = 0;
     index_t last = next_;
-    for (index_t i = 0; i < num_layers() && count < most; ++i) {
+    for (index_t i = 0; i < num_layers(); ++i) {
       const index_t l = (next_ + i) % num_layers();
-      if (!policy(l).due(cache(l))) continue;
+      note_due(l);
+      if (waiting_[static_cast<std::size_t>(l)] == 0 || count == most) continue;
+      waiting_[static_cast<std::size_t>(l)] = 0;
       due_[static_cast<std::size_t>(count++)] = l;
       last = l;
     }
@@ -265,11 +294,12 @@ class Sequence {
 
   [[nodiscard]] Result<SequenceReport> report_of(index_t count) const {
     SequenceReport total;
+    for (const CacheT& c : caches_) total.unchanged_prefix = std::max(total.unchanged_prefix, c.num_tokens());
     Status first_error;
     for (index_t i = 0; i < count; ++i) {
       const Step& step = steps_[static_cast<std::size_t>(due_[static_cast<std::size_t>(i)])];
       if (!step.status && first_error.ok()) first_error = step.status;
-      total.unchanged_prefix = i == 0 ? step.unchanged_prefix : std::min(total.unchanged_prefix, step.unchanged_prefix);
+      total.unchanged_prefix = std::min(total.unchanged_prefix, step.unchanged_prefix);
       ++total.layers;
       total.evicted += step.report.evicted;
       total.num_non_finite += step.report.num_non_finite;
@@ -280,14 +310,18 @@ class Sequence {
 
   /// One set for all layers: scored layer by layer, reduced over heads and layers, chosen once.
   [[nodiscard]] Result<SequenceReport> evict_together() {
-    SequenceReport total;
     const index_t tokens = cache(0).num_tokens();
     for (index_t l = 1; l < num_layers(); ++l)
       if (cache(l).num_tokens() != tokens)
         return detail::error(StatusCode::out_of_order, "layer ", l, " holds ", cache(l).num_tokens(), " tokens and layer 0 ",
                              tokens, ": they keep one set");
-    if (!policy(0).due(cache(0))) return total;
+    note_due(0);
+    SequenceReport total{.unchanged_prefix = tokens};
+    const bool due = waiting_[0] != 0;
+    std::fill(waiting_.begin(), waiting_.end(), std::uint8_t{0});
+    if (!due) return total;
     Workspace& work = works_[0];
+    if (Status s = work.require(shared_scores_size(tokens)); !s) return s;
     const Workspace::Frame frame(work);
     const index_t heads = policy(0).shape().kv_heads;
     const ScoreMatrix of_layer{work.take<float>(heads * tokens).data(), heads, tokens};
@@ -302,9 +336,15 @@ class Sequence {
       for (std::size_t j = 0; j < sum.size(); ++j)
         sum[j] = l == 0 ? own[j] : (over_layers_ == Reduce::max ? detail::max_or_nan(sum[j], own[j]) : sum[j] + own[j]);
     }
+    if (over_layers_ == Reduce::mean)
+      for (float& x : shared.row(0)) x /= static_cast<float>(num_layers());
     KeepPlan& plan = work.plan();
     if (Status s = policy(0).select(cache(0), shared, work, plan); !s) return s;
     total.unchanged_prefix = plan.unchanged_prefix();
+    for (index_t l = 0; l < num_layers(); ++l) {  // none may refuse once another has evicted
+      if (Status s = plan.readdress(cache(l)); !s) return s;
+      if (Status s = detail::validate_plan(cache(l), plan); !s) return s;
+    }
     for (index_t l = 0; l < num_layers(); ++l) {
       if (Status s = plan.readdress(cache(l)); !s) return s;
       if (Status s = compact(cache(l), plan); !s) return s;
@@ -320,12 +360,13 @@ class Sequence {
   void exchange_state(Archive& archive) {
     archive.expect("layers", num_layers());
     archive.value("next layer to evict", next_, 0, num_layers() - 1);
+    archive.array("layers that wait for their turn", std::span(waiting_));
     for (PolicyT& p : policies_) p.exchange(archive);
     for (CacheT& c : caches_) c.exchange_books(archive);
   }
   void read(StateReader& archive) {
     exchange_state(archive);
-    drafts_.clear();
+    drafts_.keep(0);
     std::size_t rows = 0;
     for (const CacheT& c : caches_) rows += archive.ok() ? c.row_bytes() : 0;
     if (archive.ok() && archive.left() != rows)
@@ -341,6 +382,7 @@ class Sequence {
   std::vector<Workspace> works_{};  // of each worker; the layers take turns
   std::vector<Step> steps_;         // of each layer, of the last eviction
   std::vector<index_t> due_;
+  std::vector<std::uint8_t> waiting_;  // whether each layer is to evict when its turn comes
   index_t layers_per_step_;
   Reduce over_layers_;
   index_t next_ = 0;
