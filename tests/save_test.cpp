@@ -348,7 +348,9 @@ void check_move(const PolicyT& policy, Random& random, From& from, To& to, index
   LayerStreams streams(random, from->num_layers(), policy.shape());
   run_conversation(*to, streams, 3, 7);  // goes
   run_conversation(*from, streams, prompt, random.integer(30, 50));
+  const auto* const cache = &to->cache(0);
   require_ok(to->load(state_of(*from)));
+  REQUIRE(cache == &to->cache(0));
   REQUIRE((state_of(*to) == state_of(*from)));
   index_t evictions = 0;
   for (index_t i = 0; i < 40; ++i) {

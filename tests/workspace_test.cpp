@@ -183,3 +183,25 @@ TEST_CASE("A copy of a workspace has memory of its own, a moved one keeps its me
 }
 
 }  // namespace
+
+TEST_CASE("a copy of a workspace has its own room for a plan, and equal ones are assigned without allocating", "[allocation]") {
+  const WorkspaceSize size{1000, 2, 50};
+  const Workspace made(size);
+  Workspace copy = made;
+  const auto fill = [](Workspace& work) {
+    work.plan().start(1, 50, {0, 50});
+    for (index_t set = 0; set < 2; ++set) static_cast<void>(work.plan().add_set(50, 50));
+  };
+  CHECK(allocations_of([&] { fill(copy); }) == 0);
+  Workspace other(size);
+  CHECK(allocations_of([&] { other = copy; }) == 0);
+  CHECK(other.plan().num_kept(1) == 50);
+  Workspace smaller(WorkspaceSize{10, 1, 5});
+  smaller = copy;
+  CHECK(smaller.capacity() == 1000);
+  CHECK(allocations_of([&] { fill(smaller); }) == 0);
+
+  Workspace taken = std::move(other);
+  other = copy;  // from which its memory was moved: memory of its own again
+  CHECK(other.take<float>(16).data() != taken.take<float>(16).data());
+}

@@ -38,6 +38,7 @@
 #include "beaconkv/policy/selection.hpp"
 #include "beaconkv/policy/snapkv.hpp"
 #include "beaconkv/sequence/beams.hpp"
+#include "beaconkv/sequence/draft_tokens.hpp"
 #include "beaconkv/sequence/executor.hpp"
 #include "beaconkv/sequence/sequence.hpp"
 #include "beaconkv/sequence/sequence_options.hpp"

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <span>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -74,9 +75,9 @@ class Sequence {
     return most;
   }
 
-  /// Evicts where a policy is due, or was when it was not a layer's turn or between accepted tokens, and in no layer while
-  /// tokens are tentative. On an error the layers that did evict are
-  /// consistent, and the error of the first that did not is reported.
+  /// Evicts where a policy is due, or was due before it was its layer's turn or between accepted tokens, and in no layer while
+  /// tokens are tentative. On an error the layers that did evict are consistent, and the error of the first that did not is
+  /// reported.
   [[nodiscard]] Result<SequenceReport> evict_where_due() { return evict_where_due(SerialExecutor{}); }
   /// The same with the layers spread over threads; the same bits whatever the executor.
   template <class ExecutorT>
@@ -181,11 +182,16 @@ class Sequence {
     return {};
   }
   /// Goes on where a sequence of the same make stood when it was saved; memory layout and capacity may be others. Damaged
-  /// bytes, another shape, storage type or number of layers are refused by name, and nothing has changed. Allocates.
+  /// bytes, another shape, storage type or number of layers are refused by name, and nothing has changed. References
+  /// to policies and caches stay valid. Allocates.
   [[nodiscard]] Status load(std::span<const std::byte> in) {
     Sequence copy = *this;
     if (Status s = detail::load_framed(in, [&](StateReader& archive) { copy.read(archive); }); !s) return s;
-    *this = std::move(copy);
+    std::move(copy.policies_.begin(), copy.policies_.end(), policies_.begin());
+    std::move(copy.caches_.begin(), copy.caches_.end(), caches_.begin());
+    drafts_.keep(0);
+    waiting_ = copy.waiting_;
+    next_ = copy.next_;
     return {};
   }
 
@@ -366,7 +372,6 @@ class Sequence {
   }
   void read(StateReader& archive) {
     exchange_state(archive);
-    drafts_.keep(0);
     std::size_t rows = 0;
     for (const CacheT& c : caches_) rows += archive.ok() ? c.row_bytes() : 0;
     if (archive.ok() && archive.left() != rows)
