@@ -318,6 +318,13 @@ TEST_CASE("each wrong count of a forged policy is named") {
   REQUIRE((saved(policy) == before));
 }
 
+TEST_CASE("queries that were kept before RoPE are no rotated ones: a policy without the table refuses them") {
+  const SnapKVOptions<> options{.budget = {.tokens = 24}, .n_recent_queries = 5, .n_recent_kv = 4};
+  const SnapKV<> with(small_shape, options, small_rope());
+  SnapKV<> without(small_shape, options);
+  check_invalid(without.load(saved(with)), {"rotary_dim = 16", "must be 0"});
+}
+
 TEST_CASE("a published order that was made for another cache is refused, not followed out of it") {
   Random random;
   CAPTURE(random.seed());

@@ -113,7 +113,6 @@ class PolicyState {
     archive.expect("query_heads", shape_.query_heads);
     archive.expect("kv_heads", shape_.kv_heads);
     archive.expect("head_dim", shape_.head_dim);
-    archive.expect("rotary_dim", rope_.rotary_dim());  // 0 without a table: then queries are kept rotated
     archive.value("next position", next_position_, 0, far);
     archive.value("end of the prompt", prompt_end_, 0, far);
     archive.value("after a prefill", after_prefill_);
@@ -122,6 +121,8 @@ class PolicyState {
     archive.value("eviction on", eviction_on_);
     rules_.exchange(archive);
     observer_.exchange(archive);
+    if constexpr (ObserverT::needs_queries)
+      archive.expect("rotary_dim", rope_.rotary_dim());  // 0 without a table: then queries are kept rotated
     if constexpr (requires { scorer_.exchange(archive); }) scorer_.exchange(archive);
     if constexpr (requires { schedule_.exchange(archive); }) schedule_.exchange(archive);
     if constexpr (Archive::loading) committed_epoch_.reset();  // states of caches have other numbers now
