@@ -239,6 +239,11 @@ TEST_CASE("[M2] the unit with the lowest mean goes first, protected ones stay wh
   policy.protect({9, 10}).or_throw();
   policy.plan(cache, work, plan).or_throw();
   CHECK(evicted() == Positions{4, 5, 6, 7, 12, 13});
+  check_invalid(policy.unprotect({9, 11}), {"[9, 11)", "1 protected"});
+  policy.unprotect({9, 10}).or_throw();
+  policy.plan(cache, work, plan).or_throw();
+  CHECK(evicted() == Positions{8, 9, 10, 11, 12, 13});
+  policy.protect({9, 10}).or_throw();
   policy.plan_free(cache, 14, work, plan).or_throw();  // [0, 4) has protected slots, [8, 12) a protected one
   CHECK(evicted() == Positions{4, 5, 6, 7, 12, 13, 14, 15, 16, 17, 18, 19});
   CHECK(plan.shortfall() == 2);

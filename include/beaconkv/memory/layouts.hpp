@@ -48,14 +48,15 @@ requires(numbers_per_element<T> == 1)
   return {.base = base, .stride = {0, capacity * dim, 1, capacity}, .heads = heads, .dim = dim, .capacity = capacity};
 }
 
-/// Paged `[page][H][P][D]`; `page_stride` elements from page to page where they are not dense.
+namespace detail {
+
+/// Pages of `strides`; where `page_stride` is 0 they are dense.
 template <class T>
-[[nodiscard]] constexpr Plane<T> paged_head_major_plane(T* base, index_t heads, index_t dim, const PageList& pages,
-                                                        index_t page_stride = 0) noexcept {
-  const index_t row = dim / numbers_per_element<T>;
-  const index_t page = page_stride != 0 ? page_stride : heads * pages.page_size * row;
+[[nodiscard]] constexpr Plane<T> paged_plane(T* base, index_t heads, index_t dim, const PageList& pages, index_t page_stride,
+                                             Strides strides) noexcept {
+  strides.page = page_stride != 0 ? page_stride : heads * pages.page_size * (dim / numbers_per_element<T>);
   return {.base = base,
-          .stride = {page, pages.page_size * row, row, 1},
+          .stride = strides,
           .heads = heads,
           .dim = dim,
           .capacity = pages.count * pages.page_size,
@@ -64,20 +65,22 @@ template <class T>
           .num_pages = pages.num_pages};
 }
 
+}  // namespace detail
+
+/// Paged `[page][H][P][D]`; `page_stride` elements from page to page where they are not dense.
+template <class T>
+[[nodiscard]] constexpr Plane<T> paged_head_major_plane(T* base, index_t heads, index_t dim, const PageList& pages,
+                                                        index_t page_stride = 0) noexcept {
+  const index_t row = dim / numbers_per_element<T>;
+  return detail::paged_plane(base, heads, dim, pages, page_stride, {0, pages.page_size * row, row, 1});
+}
+
 /// Paged `[page][P][H][D]`.
 template <class T>
 [[nodiscard]] constexpr Plane<T> paged_token_major_plane(T* base, index_t heads, index_t dim, const PageList& pages,
                                                          index_t page_stride = 0) noexcept {
   const index_t row = dim / numbers_per_element<T>;
-  const index_t page = page_stride != 0 ? page_stride : heads * pages.page_size * row;
-  return {.base = base,
-          .stride = {page, row, heads * row, 1},
-          .heads = heads,
-          .dim = dim,
-          .capacity = pages.count * pages.page_size,
-          .page_size = pages.page_size,
-          .pages = pages.ids,
-          .num_pages = pages.num_pages};
+  return detail::paged_plane(base, heads, dim, pages, page_stride, {0, row, heads * row, 1});
 }
 
 /// llama2.c: `key_cache` and `value_cache` are `[layer][seq_len][H * D]`.

@@ -131,6 +131,8 @@ class PolicyState {
   /// Protects the positions `[range.first, range.last)` from now on. Protected tokens still take part in the softmax and the
   /// pool. Allocates.
   [[nodiscard]] Status protect(Range range) { return rules_.protect(range); }
+  /// Takes back a `protect` of the same range. No allocation.
+  [[nodiscard]] Status unprotect(Range range) { return rules_.unprotect(range); }
   /// From now on tokens go in whole units, those between two boundaries (the first positions of messages, say); the unit with
   /// the lowest mean score goes first. An eviction may then free more than the schedule asks for. For caches that keep one set
   /// for all heads. Boundaries come in ascending order. Allocates.

@@ -203,6 +203,16 @@ class SelectionRules {
     return {};
   }
 
+  /// Refused unless just this range is protected.
+  [[nodiscard]] Status unprotect(Range range) {
+    const auto found = std::find(ranges_.begin(), ranges_.end(), range);
+    if (found == ranges_.end())
+      return detail::invalid("range = [", range.first, ", ", range.last, "): is none of the ", ranges_.size(),
+                             " protected ones");
+    ranges_.erase(found);
+    return {};
+  }
+
   /// Allocates. Refused unless it is behind all before.
   [[nodiscard]] Status add_boundary(position_t position) {
     if (position < 0) return detail::invalid("boundary = ", position, ": must not be negative");
