@@ -8,6 +8,7 @@
 
 #include "beaconkv/memory/owning_cache.hpp"
 #include "beaconkv/policy/beaconkv.hpp"
+#include "beaconkv/policy/realign.hpp"
 #include "beaconkv/policy/recent_window.hpp"
 #include "beaconkv/policy/snapkv.hpp"
 #include "support/check.hpp"
@@ -244,9 +245,9 @@ TEST_CASE("[M2] the unit with the lowest mean goes first, protected ones stay wh
   policy.plan(cache, work, plan).or_throw();
   CHECK(evicted() == Positions{8, 9, 10, 11, 12, 13});
   policy.protect({9, 10}).or_throw();
-  policy.plan_free(cache, 14, work, plan).or_throw();  // [0, 4) has protected slots, [8, 12) a protected one
-  CHECK(evicted() == Positions{4, 5, 6, 7, 12, 13, 14, 15, 16, 17, 18, 19});
-  CHECK(plan.shortfall() == 2);
+  policy.plan_free(cache, 14, work, plan).or_throw();             // [0, 4) has protected slots, [8, 12) a protected one
+  CHECK(evicted() == Positions{4, 5, 6, 7, 12, 13, 14, 15, 16});  // and [17, ...) has no end yet
+  CHECK(plan.shortfall() == 5);
 
   CHECK(policy.due(cache));
   policy.set_eviction(false);
@@ -299,7 +300,7 @@ TEST_CASE("units of every shape: whole, ascending, enough, and the reference's c
     for (std::size_t b = 0; b + 1 < boundaries.size(); ++b) {
       const index_t first = boundaries[b];
       const index_t last = std::min<index_t>(boundaries[b + 1], tokens);
-      if (first >= last || first < policy.prefix()) continue;
+      if (first >= last || first < policy.prefix() || b + 2 == boundaries.size()) continue;
       open.push_back({first, last,
                       std::accumulate(scores.begin() + first, scores.begin() + last, 0.0) / static_cast<double>(last - first)});
     }
@@ -310,7 +311,7 @@ TEST_CASE("units of every shape: whole, ascending, enough, and the reference's c
     index_t left = tokens;
     const index_t target = count < tokens ? tokens - count : 1;
     for (const Unit& u : open) {
-      if (left <= target) break;
+      if (left <= target || left == u.last - u.first) break;
       left -= u.last - u.first;
       for (index_t s = u.first; s < u.last; ++s) gone[static_cast<std::size_t>(s)] = true;
     }
@@ -468,4 +469,80 @@ TEST_CASE("[I1] two sequences over one pool of pages: a plan for one is refused 
   check_error(compact(b, plan), StatusCode::stale_plan, {"another state"});
   compact(a, plan).or_throw();
   check_error(compact(a, plan), StatusCode::stale_plan, {"another state"});
+}
+
+TEST_CASE("a ragged cache takes a set for each head, made for the lengths that they have", "[A7]") {
+  OwningCache<float, float, Granularity::per_head_ragged> memory(shape, 12);
+  auto& cache = memory.view();
+  cache.append_run(0, 10).or_throw();
+  const Slots eight{0, 1, 2, 3, 4, 5, 6, 7};
+  const Slots three{0, 1, 2};
+  const std::span<const slot_t> both[] = {eight, three};
+  const std::span<const slot_t> single[] = {three};
+  KeepPlan plan;
+  plan.assign(cache, both).or_throw();
+  compact(cache, plan).or_throw();
+  check_invalid(plan.assign(cache, single), {"sets = 1", "2 KV heads"});
+  check_invalid(
+      plan.assign(cache, std::span<const std::span<const slot_t>>(std::vector<std::span<const slot_t>>{three, eight})),
+      {"set 1", "below 3"});
+  plan.start(cache.epoch(), cache.num_tokens(), {});
+  plan.add_set(1, 8)[0] = 0;
+  plan.add_set(1, 8)[0] = 7;  // by hand, for a head that has 3
+  check_error(compact(cache, plan), StatusCode::stale_plan, {"head 1", "8", "3"});
+  CHECK(cache.num_tokens(1) == 3);
+}
+
+TEST_CASE("what commit would refuse, evict refuses before a row has moved") {
+  auto memory = filled(8, 12);
+  RecentWindow<> policy(shape, {.budget = {.max = 9, .min = 6, .counts_prefix = true}, .n_prefix = 0});
+  policy.prefill_tokens(8).or_throw();
+  Workspace work(policy.workspace_size(12));
+  KeepPlan three_sets;
+  three_sets.start(1, 4, {0, 4});
+  for (index_t s = 0; s < 3; ++s) three_sets.add_set(1, 4)[0] = 0;
+  check_invalid(policy.commit(three_sets), {"3 sets", "shape.kv_heads = 2"});
+  const auto before = memory;
+  memory.view().append(8).or_throw();
+  policy.observe({}, 8).or_throw();
+  evict(policy, memory.view(), work).or_throw();
+  memory = before;
+  memory.view().append(9).or_throw();
+  policy.observe({}, 9).or_throw();
+  const Result<EvictionReport> again = evict(policy, memory.view(), work);
+  CHECK((again.ok() || memory.view().num_tokens() == 9));
+  check_invalid(policy.prefill_tokens(std::numeric_limits<index_t>::max()), {"tokens = ", "no position"});
+  SnapKV<> needs(shape, {.budget = {.tokens = 8}, .n_recent_queries = 2, .n_recent_kv = 2});
+  check_invalid(needs.prefill_rotated(QueryView::token_major(nullptr, 2, 2, 8), work), {"queries.data is null"});
+}
+
+TEST_CASE("vLLM's layout needs the number of pages: without it no cache is made") {
+  std::vector<float> memory(512);
+  const std::int32_t ids[] = {0};
+  check_invalid(PlaneCache<float>::make(vllm_planes(memory.data(), PageLayout::nhd, 2, 8, {ids, 1, 4, 0})).status(),
+                {"values.base is null"});
+}
+
+TEST_CASE("[I3] keys of a pinned prefix are never turned", "[I3]") {
+  OwningCache<float> memory(shape, 8, {.positions = PositionMode::cache_relative});
+  auto& cache = memory.view();
+  cache.append_run(0, 6).or_throw();
+  const Slots kept{0, 2, 3, 4, 5};
+  const std::span<const slot_t> sets[] = {kept};
+  KeepPlan plan;
+  plan.assign(cache, sets).or_throw();
+  compact(cache, plan).or_throw();
+  cache.set_pinned_prefix(2).or_throw();
+  const RopeTable rope({.head_dim = 8});
+  Workspace work(realign_workspace_size(8));
+  check_error(realign_to_slots(cache, rope, work), StatusCode::unsupported, {"slot 1", "pinned prefix of 2"});
+  check_error(switch_rope(cache, rope, rope, work), StatusCode::unsupported, {"pinned prefix of 2"});
+  cache.set_pinned_prefix(1).or_throw();
+  realign_to_slots(cache, rope, work).or_throw();
+  OwningCache<float> rotated(shape, 8);
+  rotated.view().append_run(0, 4).or_throw();
+  const SnapKV<> policy(shape, {.budget = {.tokens = 8}, .n_recent_queries = 2, .n_recent_kv = 2}, rope);
+  Workspace scratch(policy.workspace_size(8));
+  check_error(policy.score(RotatedKeys(rotated.view(), rope), {nullptr, 2, 4}, scratch).status(), StatusCode::unsupported,
+              {"unrotated_keys only"});
 }

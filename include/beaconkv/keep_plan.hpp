@@ -34,8 +34,9 @@ class KeepPlan {
   template <class Cache>
   [[nodiscard]] Status assign(const Cache& cache, std::span<const std::span<const slot_t>> sets) {
     const index_t n = static_cast<index_t>(sets.size());
-    if (n != 1 && n != cache.num_kv_heads())
-      return detail::invalid("sets = ", n, ": must be 1 or the cache's ", cache.num_kv_heads(), " KV heads");
+    if (n != cache.num_kv_heads() && (n != 1 || has_own_lengths<Cache>))
+      return detail::invalid("sets = ", n, ": must be ", has_own_lengths<Cache> ? "" : "1 or ", "the cache's ",
+                             cache.num_kv_heads(), " KV heads");
     for (index_t s = 0; s < n; ++s) {
       slot_t previous = -1;
       for (const slot_t slot : sets[static_cast<std::size_t>(s)]) {
@@ -200,6 +201,12 @@ class KeepPlan {
   }
 
  private:
+  /// Of a ragged cache.
+  template <class Cache>
+  static constexpr bool has_own_lengths = requires(const Cache& cache, index_t head) {
+    cache.num_tokens(head);
+  };
+
   template <class Cache>
   [[nodiscard]] static index_t tokens_in(const Cache& cache, index_t head) noexcept {
     if constexpr (requires { cache.num_tokens(head); }) return cache.num_tokens(head);

@@ -16,7 +16,7 @@ template <CacheBuffer Cache>
   if (plan.epoch() != cache.epoch() || plan.tokens_before() != cache.num_tokens())
     return error(StatusCode::stale_plan, "plan was made for another state of the cache (", plan.tokens_before(),
                  " tokens, now ", cache.num_tokens(), "): plan again");
-  if (plan.sets() != 1 && plan.sets() != cache.num_kv_heads())
+  if (plan.sets() != cache.num_kv_heads() && (plan.sets() != 1 || is_ragged<Cache>()))
     return invalid("plan has ", plan.sets(), " sets: the cache has ", cache.num_kv_heads(), " KV heads");
   if (keeps_one_set<Cache>() && plan.sets() != 1)
     return error(StatusCode::unsupported, "plan has ", plan.sets(), " sets: this cache keeps one set for all heads");
@@ -24,6 +24,9 @@ template <CacheBuffer Cache>
     if (!is_ragged<Cache>() && plan.num_kept(s) != plan.num_kept(0))
       return error(StatusCode::unsupported, "head ", s, " keeps ", plan.num_kept(s), " tokens and head 0 keeps ",
                    plan.num_kept(0), ": this cache holds equally many in every head");
+    if (is_ragged<Cache>() && plan.tokens_before(s) != tokens_of(cache, s))
+      return error(StatusCode::stale_plan, "plan was made where head ", s, " held ", plan.tokens_before(s), " tokens, now ",
+                   tokens_of(cache, s), ": plan again");
     const index_t pinned = cache.pinned_prefix();
     if (pinned > 0 && (plan.num_kept(s) < pinned || plan.kept(s)[static_cast<std::size_t>(pinned - 1)] != pinned - 1))
       return invalid("head ", s, " evicts a slot of the pinned prefix of ", pinned, " slots");

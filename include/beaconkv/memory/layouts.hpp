@@ -125,13 +125,14 @@ template <class T>
   return {plane(base, heads, dim, pages, stride), plane(base + half, heads, dim, pages, stride)};
 }
 
-/// vLLM's flash-attention backend: one tensor `[K, V][page][...]`. Needs `pages.num_pages`, where the values begin.
+/// vLLM's flash-attention backend: one tensor `[K, V][page][...]`. Needs `pages.num_pages`, where the values begin: without it
+/// there are none, and no cache can be made.
 template <class T>
 [[nodiscard]] constexpr Planes<T> vllm_planes(T* base, PageLayout layout, index_t heads, index_t dim,
                                               const PageList& pages) noexcept {
   const index_t half = pages.num_pages * heads * pages.page_size * (dim / numbers_per_element<T>);
   const auto plane = layout == PageLayout::nhd ? paged_token_major_plane<T> : paged_head_major_plane<T>;
-  return {plane(base, heads, dim, pages, 0), plane(base + half, heads, dim, pages, 0)};
+  return {plane(base, heads, dim, pages, 0), plane(half > 0 ? base + half : nullptr, heads, dim, pages, 0)};
 }
 
 /// A ggml tensor whose axes are number, head, token: `data`, and its byte strides `nb`, in that order of axes (permute as the

@@ -153,8 +153,9 @@ template <class T>
   if constexpr (takes_scale<T>) {
     if (plane.scales.per_row()) return true;
     const float limit = largest_before_scale<T> * *plane.scale(head, token);
+    if (!all_finite(in, plane.dim)) return true;  // it stays what it is, a row that is not finite
     for (index_t d = 0; d < plane.dim; ++d)
-      if (!is_finite(in[d]) || std::abs(in[d]) > limit) return false;
+      if (std::abs(in[d]) > limit) return false;
   }
   return true;
 }

@@ -23,6 +23,7 @@ template <class Policy, CacheBuffer Cache>
 [[nodiscard]] Result<EvictionReport> evict(Policy& policy, Cache& cache, Workspace& work) {
   KeepPlan& plan = work.plan();
   if (Status s = policy.plan(cache, work, plan); !s) return s;
+  if (Status s = policy.check_commit(plan); !s) return s;
   if (Status s = compact(cache, plan); !s) return s;
   if (Status s = policy.commit(plan); !s) return s;
   EvictionReport report{.num_non_finite = plan.num_non_finite()};

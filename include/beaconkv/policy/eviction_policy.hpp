@@ -163,12 +163,19 @@ class EvictionPolicy : public PolicyState<ObserverT, ScorerT, ScheduleT> {
     return {};
   }
 
-  /// After the plan was applied: queries and per-slot state follow. Once for each plan.
-  [[nodiscard]] Status commit(const KeepPlan& plan) {
+  /// What `commit` would refuse: ask before the plan is applied.
+  [[nodiscard]] Status check_commit(const KeepPlan& plan) const {
     if (plan.sets() == 0) return detail::error(StatusCode::stale_plan, "commit: the plan is empty");
-    if (plan.keeps_all() && plan.candidates().size() == 0) return {};  // within the budget: nothing competed, nothing follows
+    if (plan.sets() != 1 && plan.sets() != shape_.kv_heads)
+      return detail::invalid("commit: the plan has ", plan.sets(), " sets: must be 1 or shape.kv_heads = ", shape_.kv_heads);
     if (committed_epoch_ && *committed_epoch_ == plan.epoch() && !plan.keeps_all())
       return detail::error(StatusCode::stale_plan, "commit: this plan was committed before");
+    return {};
+  }
+  /// After the plan was applied: queries and per-slot state follow. Once for each plan.
+  [[nodiscard]] Status commit(const KeepPlan& plan) {
+    if (Status s = check_commit(plan); !s) return s;
+    if (plan.keeps_all() && plan.candidates().size() == 0) return {};  // within the budget: nothing competed, nothing follows
     if (Status s = observer_.commit(); !s) return s;
     if constexpr (follows_plans) scorer_.commit(plan, shape_);
     schedule_.committed();
@@ -221,7 +228,7 @@ class EvictionPolicy : public PolicyState<ObserverT, ScorerT, ScheduleT> {
   [[nodiscard]] index_t longest_head(const Cache& cache) const noexcept {
     index_t longest = 0;
     if constexpr (detail::is_ragged<Cache>())
-      for (index_t h = 1; h < shape_.kv_heads; ++h)
+      for (index_t h = 1; h < cache.num_kv_heads(); ++h)
         if (cache.num_tokens(h) > cache.num_tokens(longest)) longest = h;
     return longest;
   }
@@ -322,6 +329,9 @@ class EvictionPolicy : public PolicyState<ObserverT, ScorerT, ScheduleT> {
   /// Queries can only be moved to where the cache counts them if they are kept before RoPE, and meet rotated keys only.
   template <CacheReader Cache>
   [[nodiscard]] Status check_rotary(const Cache& cache) const {
+    if constexpr (requires { cache.reads_unrotated_keys(); })
+      if (!cache.reads_unrotated_keys())
+        return detail::error(StatusCode::unsupported, "position mode: RotatedKeys reads caches of unrotated_keys only");
     if constexpr (detail::has_position_mode<Cache> && ObserverT::needs_queries) {
       if (cache.position_mode() == PositionMode::unrotated_keys)
         return detail::error(StatusCode::unsupported,

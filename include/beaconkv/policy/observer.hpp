@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <concepts>
+#include <limits>
 #include <optional>
 #include <span>
 #include <vector>
@@ -95,6 +96,10 @@ class QueryRing {
     archive.value("number of recent queries", size_, 0, capacity_);
     archive.array("recent queries", std::span(rows_).first(static_cast<std::size_t>(size_ * heads_ * dim_)));
     archive.array("positions of recent queries", std::span(positions_).first(static_cast<std::size_t>(size_)));
+    if constexpr (Archive::loading)
+      for (index_t i = 0; i < size_ && archive.ok(); ++i)
+        if (position(i) < 0 || position(i) == std::numeric_limits<position_t>::max())
+          archive.fail(error(StatusCode::damaged, "saved state: a recent query at position ", position(i)));
   }
 
   /// Adds one token; the oldest one makes room.

@@ -65,6 +65,8 @@ class PolicyState {
   /// A prompt of `tokens`, for a policy that looks at no query.
   [[nodiscard]] Status prefill_tokens(index_t tokens) requires(!ObserverT::needs_queries) {
     if (tokens < 0) return detail::invalid("tokens = ", tokens, ": must not be negative");
+    if (next_position_ > std::numeric_limits<position_t>::max() - tokens)
+      return detail::invalid("tokens = ", tokens, ": leave no position for what follows ", next_position_);
     note_prompt(next_position_, tokens);
     return {};
   }
@@ -199,6 +201,8 @@ class PolicyState {
   [[nodiscard]] Status take_prompt(const QueryView& queries, Workspace& work, std::optional<position_t> first_position,
                                    bool rotated) {
     if (queries.tokens < 0) return detail::invalid("queries.tokens = ", queries.tokens, ": must not be negative");
+    if (ObserverT::needs_queries && queries.data == nullptr && queries.tokens > 0)
+      return detail::invalid("queries.data is null");
     const position_t first = first_position.value_or(next_position_);
     if (Status s = check_queries(queries.heads, queries.dim, first, queries.tokens, rotated); !s) return s;
     if (Status s = observer_.prefill({queries, first, rotated ? rope() : nullptr}, work); !s) return s;

@@ -93,6 +93,12 @@ requires requires(Cache& cache, index_t i) {
     return detail::error(StatusCode::unsupported,
                          "realign_to_slots: this cache keeps true positions; make it with PositionMode::cache_relative");
   const index_t heads = cache.num_kv_heads();
+  if constexpr (requires { cache.pinned_prefix(); })
+    for (index_t h = 0; h < heads; ++h)
+      for (index_t slot = 0; slot < cache.pinned_prefix(); ++slot)
+        if (cache.rotary_position(h, slot) != slot)
+          return detail::error(StatusCode::unsupported, "realign_to_slots: slot ", slot, " of the pinned prefix of ",
+                               cache.pinned_prefix(), " slots would have to be turned");
   if (Status s = detail::turn_keys(cache, 0, heads, rope, work,
                                    [&](index_t h, index_t slot, float* key) {
                                      const position_t from = cache.rotary_position(h, slot);
@@ -112,6 +118,10 @@ requires requires(Cache& cache, index_t i) {
 template <RealignableCache Cache>
 [[nodiscard]] Status switch_rope(Cache& cache, const RopeTable& from, const RopeTable& to, Workspace& work) {
   if (Status s = detail::same_rotated_dims(from, to); !s) return s;
+  if constexpr (requires { cache.pinned_prefix(); })
+    if (cache.pinned_prefix() > 0)
+      return detail::error(StatusCode::unsupported, "switch_rope: the pinned prefix of ", cache.pinned_prefix(),
+                           " slots would have to be turned");
   const auto position = [&](index_t h, index_t slot) {
     if constexpr (requires { cache.rotary_position(h, slot); }) return cache.rotary_position(h, slot);
     return cache.position(h, slot);

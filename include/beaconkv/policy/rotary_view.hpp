@@ -51,6 +51,9 @@ class RotatedKeys {
   RotatedKeys(Cache& cache, const RopeTable& rope) noexcept : cache_(&cache), rope_(&rope) {
     BEACONKV_ASSERT(rope.head_dim() == cache.key_dim());
   }
+  RotatedKeys(Cache& cache, RopeTable&& rope) = delete;  // would be gone before it is used
+  /// Whether the cache's keys are what this view takes them for; policies refuse the view where not.
+  [[nodiscard]] bool reads_unrotated_keys() const noexcept { return cache_->position_mode() == PositionMode::unrotated_keys; }
   [[nodiscard]] index_t num_kv_heads() const noexcept { return cache_->num_kv_heads(); }
   [[nodiscard]] index_t num_tokens() const noexcept { return cache_->num_tokens(); }
   [[nodiscard]] index_t key_dim() const noexcept { return cache_->key_dim(); }

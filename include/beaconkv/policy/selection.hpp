@@ -107,7 +107,8 @@ template <CacheReader Cache>
 }
 
 /// As `select_head` for the one set of all heads, but tokens go in units: those between two of the ascending `boundaries`
-/// (positions). A unit with a slot that is no candidate or protected stays whole. The unit with the lowest mean score goes
+/// (positions). A unit with a slot that is no candidate or protected stays whole, and
+/// so does the one that no boundary ends yet. The unit with the lowest mean score goes
 /// first, of equal ones the newer, until no more than `keep` tokens are left. Returns how many could not go.
 template <CacheReader Cache>
 [[nodiscard]] index_t select_units(const Cache& cache, std::span<const float> scores, Range candidates,
@@ -126,7 +127,8 @@ template <CacheReader Cache>
   std::size_t open = 0;  // units that may go: their first slot in `slots`, their mean in `scores`
   for (index_t first = 0; first < n;) {
     const index_t last = begin_of(unit_of(static_cast<slot_t>(first)) + 1);
-    bool may_go = first >= candidates.first && last <= candidates.last;
+    bool may_go =
+        first >= candidates.first && last <= candidates.last && unit_of(static_cast<slot_t>(first)) < boundaries.size();
     for (const Range& range : ranges) may_go = may_go && slots_of(cache, 0, range, {first, last}).size() == 0;
     if (may_go) {
       double sum = 0;
@@ -147,7 +149,9 @@ template <CacheReader Cache>
   std::size_t going = 0;
   for (; going < open && left > keep; ++going) {
     const slot_t first = scratch.slots[static_cast<std::size_t>(order[going])];
-    left -= begin_of(unit_of(first) + 1) - first;
+    const index_t size = begin_of(unit_of(first) + 1) - first;
+    if (size == left) break;  // no cache ends up empty
+    left -= size;
   }
   std::sort(order.begin(), order.begin() + static_cast<std::ptrdiff_t>(going));
 

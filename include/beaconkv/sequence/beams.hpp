@@ -13,7 +13,8 @@ namespace beaconkv::inline v0 {
 
 /// Beam `i` becomes what beam `order[i]` was, for all at once. Beams keep their own memory; what survives in place is not
 /// copied. `spare` is one more sequence of the same make, written where beams change places. Rows are copied at most once a
-/// beam, and once more for each cycle. Allocates a few integers.
+/// beam, and once more for each cycle. Allocates a few integers. All need
+/// room for the longest beam: where one has none, the copy into it is refused after others were made.
 ///
 /// `SequenceT` has `Status copy_from(const SequenceT&)`: a `Sequence`, or an engine's own.
 template <class SequenceT>

@@ -71,6 +71,7 @@ class Sequence {
   /// After how many more decoded tokens a layer will be due, at most `most`; 0: one is now. While tokens are tentative nothing
   /// evicts: with no more drafts than this, evictions come where they come without drafts. Ask while no token is tentative.
   [[nodiscard]] index_t tokens_until_due(index_t most) const {
+    if (std::find(waiting_.begin(), waiting_.end(), std::uint8_t{1}) != waiting_.end()) return 0;
     for (index_t l = 0; l < (one_set_for_all ? 1 : num_layers()); ++l) most = policy(l).tokens_until_due(cache(l), most);
     return most;
   }
