@@ -209,7 +209,7 @@ class KeepPlan {
 
   template <class Cache>
   [[nodiscard]] static index_t tokens_in(const Cache& cache, index_t head) noexcept {
-    if constexpr (requires { cache.num_tokens(head); }) return cache.num_tokens(head);
+    if constexpr (has_own_lengths<Cache>) return cache.num_tokens(head);
     static_cast<void>(head);
     return cache.num_tokens();
   }

@@ -34,10 +34,6 @@ template <CacheBuffer Cache>
   return {};
 }
 
-}  // namespace detail
-
-namespace detail {
-
 template <CacheBuffer Cache, class Move>
 void apply_plan(Cache& cache, const KeepPlan& plan, Move move) {
   const index_t moves = keeps_one_set<Cache>() ? 1 : cache.num_kv_heads();

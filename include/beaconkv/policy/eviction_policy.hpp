@@ -132,9 +132,10 @@ class EvictionPolicy : public PolicyState<ObserverT, ScorerT, ScheduleT> {
     for (index_t h = 0; h < heads_of(cache); ++h) {
       const ScheduleState state = state_of(cache, h);
       const index_t target = schedule_.target(state);
-      anything_to_do = anything_to_do || target < state.tokens;
+      if (target >= state.tokens) continue;
+      anything_to_do = true;
       const index_t fixed = state.tokens - detail::num_open(cache, h, candidates_of(cache, h), rules_.protected_ranges());
-      if (target < state.tokens && fixed > target)
+      if (fixed > target)
         return detail::invalid("the budget keeps ", target, " of ", state.tokens, " tokens, but ", fixed,
                                " are protected (prefix ", state.prefix, ", n_recent_kv ", state.recent, ", ranges ",
                                rules_.protected_ranges().size(), ")");
