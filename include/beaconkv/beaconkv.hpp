@@ -14,6 +14,8 @@
 #include "beaconkv/archive.hpp"
 #include "beaconkv/config.hpp"
 #include "beaconkv/keep_plan.hpp"
+#include "beaconkv/kernel/instruction_set.hpp"
+#include "beaconkv/kernel/vector.hpp"
 #include "beaconkv/memory/cache_books.hpp"
 #include "beaconkv/memory/cache_buffer.hpp"
 #include "beaconkv/memory/codec.hpp"

@@ -1,0 +1,146 @@
+// beaconkv: KV-cache eviction policies. SPDX-License-Identifier: MIT
+#pragma once
+
+/// \file
+/// What kernels are written with: compiler vectors, the registers of each instruction set, and `run`, which picks one.
+///
+/// A kernel is a struct with `template <class Isa> BEACONKV_KERNEL void run(arguments)`. It is written once, in vectors of
+/// `Isa::width` floats, and compiled for each set through the `target` attribute of the function that it is inlined into.
+/// Vectors never cross a function boundary by value: their calling convention depends on the instruction set.
+///
+/// Same bits for every width: whatever is summed across lanes is summed over `Lanes`, sixteen floats in as many registers as it
+/// takes.
+
+#include <cstdint>
+
+#include "beaconkv/kernel/instruction_set.hpp"
+#include "beaconkv/types.hpp"
+
+#define BEACONKV_KERNEL [[gnu::always_inline]] static inline
+
+#if defined(__clang__)
+#define BEACONKV_UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define BEACONKV_UNROLL _Pragma("GCC unroll 32")
+#endif
+
+#ifdef BEACONKV_DETAIL_X86
+#define BEACONKV_DETAIL_AVX2 gnu::target("avx2,fma")
+#if defined(__clang__)
+#define BEACONKV_DETAIL_AVX512 \
+  gnu::target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"), clang::min_vector_width(512)  // or vectors are halved
+#else
+#define BEACONKV_DETAIL_AVX512 gnu::target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512")
+#endif
+#endif
+
+namespace beaconkv::inline v0::detail {
+
+typedef float Float4 __attribute__((vector_size(16)));
+typedef float Float8 __attribute__((vector_size(32)));
+typedef float Float16 __attribute__((vector_size(64)));
+typedef std::int32_t Int4 __attribute__((vector_size(16)));
+typedef std::int32_t Int8 __attribute__((vector_size(32)));
+typedef std::int32_t Int16 __attribute__((vector_size(64)));
+
+/// Four floats a register; sixteen registers on x86-64.
+struct Baseline {
+  using Floats = Float4;
+  using Ints = Int4;
+  static constexpr index_t width = 4;
+};
+struct Avx2 {
+  using Floats = Float8;
+  using Ints = Int8;
+  static constexpr index_t width = 8;
+};
+struct Avx512 {
+  using Floats = Float16;
+  using Ints = Int16;
+  static constexpr index_t width = 16;
+};
+
+/// The number of floats that kernels treat as one, on every instruction set.
+inline constexpr index_t lanes = 16;
+
+/// Reads and writes a vector at any address.
+template <class V, class T>
+BEACONKV_KERNEL void load(V& v, const T* from) noexcept {
+  __builtin_memcpy(&v, from, sizeof(V));
+}
+template <class V, class T>
+BEACONKV_KERNEL void store(T* to, const V& v) noexcept {
+  __builtin_memcpy(to, &v, sizeof(V));
+}
+/// The same bits as another vector type of the same size.
+template <class To, class From>
+BEACONKV_KERNEL void bits_of(To& to, const From& from) noexcept {
+  static_assert(sizeof(To) == sizeof(From));
+  __builtin_memcpy(&to, &from, sizeof(To));
+}
+
+/// `out[i] = mask[i] ? a[i] : b[i]` for masks of all ones or all zeros, as comparisons give them.
+template <class V, class M>
+BEACONKV_KERNEL void select(V& out, const M& mask, const V& a, const V& b) noexcept {
+  M x, y;
+  bits_of(x, a);
+  bits_of(y, b);
+  const M chosen = (x & mask) | (y & ~mask);
+  bits_of(out, chosen);
+}
+
+/// `a = max(a, b)` where neither is NaN.
+template <class V>
+BEACONKV_KERNEL void raise_to(V& a, const V& b) noexcept {
+  a = a > b ? a : b;
+}
+
+/// Sixteen floats.
+template <class Isa>
+struct Lanes {
+  static constexpr index_t count = lanes / Isa::width;
+  typename Isa::Floats part[static_cast<std::size_t>(count)];
+
+  BEACONKV_KERNEL void fill(Lanes& x, float value) noexcept {
+    BEACONKV_UNROLL for (index_t i = 0; i < count; ++i) x.part[i] = value - typename Isa::Floats{};
+  }
+  BEACONKV_KERNEL void read(Lanes& x, const float* from) noexcept {
+    BEACONKV_UNROLL for (index_t i = 0; i < count; ++i) load(x.part[i], from + i * Isa::width);
+  }
+  BEACONKV_KERNEL void write(float* to, const Lanes& x) noexcept {
+    BEACONKV_UNROLL for (index_t i = 0; i < count; ++i) store(to + i * Isa::width, x.part[i]);
+  }
+};
+
+template <class Kernel, class... Args>
+inline void run_baseline(Args... args) noexcept {
+  Kernel::template run<Baseline>(args...);
+}
+#ifdef BEACONKV_DETAIL_X86
+template <class Kernel, class... Args>
+[[BEACONKV_DETAIL_AVX2]] inline void run_avx2(Args... args) noexcept {
+  Kernel::template run<Avx2>(args...);
+}
+template <class Kernel, class... Args>
+[[BEACONKV_DETAIL_AVX512]] inline void run_avx512(Args... args) noexcept {
+  Kernel::template run<Avx512>(args...);
+}
+#endif
+
+/// Runs a kernel with the instruction set in use. Arguments are pointers, numbers and small structs of these.
+template <class Kernel, class... Args>
+inline void run(Args... args) noexcept {
+#ifdef BEACONKV_DETAIL_X86
+  switch (instruction_set()) {
+    case InstructionSet::avx512:
+      return run_avx512<Kernel>(args...);
+    case InstructionSet::avx2:
+      return run_avx2<Kernel>(args...);
+    case InstructionSet::baseline:
+      break;
+  }
+#endif
+  run_baseline<Kernel>(args...);
+}
+
+}  // namespace beaconkv::inline v0::detail
