@@ -8,7 +8,9 @@
 #include <numeric>
 #include <vector>
 
+#include "beaconkv/kernel/exponential.hpp"
 #include "support/check.hpp"
+#include "support/instruction_sets.hpp"
 #include "support/random.hpp"
 
 namespace {
@@ -70,12 +72,40 @@ TEST_CASE("The larger of two is NaN where one of them is") {
   CHECK(detail::max_or_nan(-infinity_float(), -5.0F) == -5.0F);
 }
 
+/// `exp(x - shift)` of every number, sixteen at a time, by the instruction set in use.
+struct Exponentials {
+  template <class Isa>
+  BEACONKV_KERNEL void run(float* x, const float* shift, index_t n) noexcept {
+    for (index_t i = 0; i < n; i += Isa::width) {
+      typename Isa::Floats v, s;
+      detail::load(v, x + i);
+      detail::load(s, shift + i);
+      v -= s;
+      detail::exp_not_positive<Isa>(v);
+      detail::store(x + i, v);
+    }
+  }
+};
+struct HyperbolicTangents {
+  template <class Isa>
+  BEACONKV_KERNEL void run(float* x, index_t n) noexcept {
+    for (index_t i = 0; i < n; i += Isa::width) {
+      typename Isa::Floats v;
+      detail::load(v, x + i);
+      detail::tanh_of<Isa>(v);
+      detail::store(x + i, v);
+    }
+  }
+};
+
 TEST_CASE("The exponential is as exact as it says, and exactly 0 below -87") {
+  const ForcedSet set(GENERATE(from_range(supported_sets())));
   std::vector<float> x;
   for (std::uint32_t bits = 0x80000000U; bits < bits_of(-87.0F); bits += 997) x.push_back(float_of(bits));  // from -0 on
+  x.resize(x.size() / 16 * 16);
   std::vector<float> out = x;
   const std::vector<float> zero(x.size(), 0.0F);
-  detail::exp_shifted(out.data(), zero.data(), static_cast<index_t>(out.size()));
+  detail::run<Exponentials>(out.data(), zero.data(), static_cast<index_t>(out.size()));
   double worst = 0;
   for (std::size_t i = 0; i < x.size(); ++i) {
     const double exact = std::exp(static_cast<double>(x[i]));
@@ -84,8 +114,11 @@ TEST_CASE("The exponential is as exact as it says, and exactly 0 below -87") {
   CHECK(worst < exponential_tolerance);
 
   const auto shifted = [](float value, float shift) {
-    detail::exp_shifted(&value, &shift, 1);
-    return value;
+    std::vector<float> values(16, value);
+    const std::vector<float> shifts(16, shift);
+    detail::run<Exponentials>(values.data(), shifts.data(), index_t{16});
+    for (const float v : values) CHECK(bits_of(v) == bits_of(values[0]));
+    return values[5];
   };
   CHECK(shifted(0.0F, 0.0F) == 1.0F);
   CHECK(shifted(-0.0F, 0.0F) == 1.0F);
@@ -95,6 +128,24 @@ TEST_CASE("The exponential is as exact as it says, and exactly 0 below -87") {
   for (const float below : {std::nextafter(-87.0F, -88.0F), -88.0F, -100.0F, -1e30F}) CHECK(shifted(below, 0.0F) == 0.0F);
   CHECK(shifted(detail::masked_logit, 3e38F) == 0.0F);  // their difference is infinite
   CHECK(shifted(detail::masked_logit, -1e30F) == 0.0F);
+}
+
+TEST_CASE("The hyperbolic tangent is as exact as it says") {
+  const ForcedSet set(GENERATE(from_range(supported_sets())));
+  std::vector<float> x;
+  for (std::uint32_t bits = bits_of(1e-6F); bits < bits_of(200.0F); bits += 9973) {
+    x.push_back(float_of(bits));
+    x.push_back(-float_of(bits));
+  }
+  x.resize(x.size() / 16 * 16);
+  std::vector<float> out = x;
+  detail::run<HyperbolicTangents>(out.data(), static_cast<index_t>(out.size()));
+  double worst = 0;
+  for (std::size_t i = 0; i < x.size(); ++i) {
+    const double exact = std::tanh(static_cast<double>(x[i]));
+    worst = std::max(worst, std::abs(static_cast<double>(out[i]) - exact) / std::abs(exact));
+  }
+  CHECK(worst < 5 * exponential_tolerance);
 }
 
 TEST_CASE("Dot products agree with double precision at every length") {

@@ -7,14 +7,15 @@
 /// Softmax per query row over a range of keys, then one number a key: reduced over the query rows of a head, smoothed over
 /// neighbours if asked, reduced over the query heads of the KV head's group.
 
-#include <Eigen/Core>
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <optional>
 #include <span>
 
 #include "beaconkv/algorithm/pooling.hpp"
 #include "beaconkv/detail/numeric.hpp"
+#include "beaconkv/kernel/softmax.hpp"
 #include "beaconkv/workspace.hpp"
 
 namespace beaconkv::inline v0 {
@@ -61,149 +62,126 @@ struct ScoreReport {
 
 namespace detail {
 
-/// Keys are read in tiles of this many rows at most, so that Eigen's products stay below its stack limit and never allocate.
-[[nodiscard]] constexpr index_t tile_rows(index_t dim) noexcept {
-  return std::clamp<index_t>(16384 / std::max<index_t>(dim, 1), 1, 64);
-}
+/// Keys are read in tiles of this many rows at most: few enough that a tile's logits stay in a core's own cache.
+inline constexpr index_t tile_keys = 96;
 
-using RowMajor = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
-using ConstRowMap = Eigen::Map<const RowMajor, 0, Eigen::OuterStride<>>;
-using Columns = Eigen::Map<Eigen::MatrixXf>;
+/// How the query rows of a group lie in the kernels' scratch: `heads` times `padded` rows, `rows` of them real.
+struct RowLayout {
+  index_t heads = 0;
+  index_t rows = 0;
+  index_t padded = 0;
+  index_t total = 0;
 
-[[nodiscard]] inline ConstRowMap map_rows(const ConstRows& rows) {
-  return {rows.data, rows.rows, rows.dim, Eigen::OuterStride<>(rows.stride)};
-}
-
-/// `out` [a.rows x b.rows], column-major: all dot products. Blocks of rows of `a` keep Eigen's packing on the stack.
-inline void products(const ConstRows& a, const ConstRows& b, float* out) {
-  const index_t block = std::max<index_t>(8, 16384 / a.dim);
-  const ConstRowMap left = map_rows(a);
-  const ConstRowMap right = map_rows(b);
-  Columns all(out, a.rows, b.rows);
-  for (index_t i = 0; i < a.rows; i += block) {
-    const index_t n = std::min(block, a.rows - i);
-    all.middleRows(i, n).noalias() = left.middleRows(i, n) * right.transpose();
+  /// The row of the group that stands at `at`, or -1 for padding.
+  [[nodiscard]] index_t row_at(index_t at) const noexcept {
+    return at / padded < heads && at % padded < rows ? at / padded * rows + at % padded : -1;
   }
+};
+
+[[nodiscard]] constexpr RowLayout row_layout(index_t heads, index_t rows, index_t unit) noexcept {
+  const index_t padded = round_up(rows, unit);
+  return {heads, rows, padded, round_up(heads * padded, lanes)};
+}
+
+/// Where queries and heads both reduce to their maximum, and nothing comes between, the group is one head with many rows.
+[[nodiscard]] inline bool reduces_at_once(const AttentionOptions& options) noexcept {
+  return options.over_queries == Reduce::max && options.over_heads == Reduce::max &&
+         options.group_stage == GroupStage::weights && (!options.pool.active() || options.pool_stage == PoolStage::kv_head);
 }
 
 struct AttentionScratch {
   AttentionScratch(Workspace& work, index_t group, index_t rows, index_t dim, index_t keys)
-      : decoded(work.take<float>(tile_rows(dim) * dim)),
-        tile(work.take<float>(group * rows * tile_rows(dim))),
-        logits(work.take<float>(group * rows * keys)),
-        top(work.take<float>(group * rows)),
-        weight(work.take<float>(group * rows)),
+      : total(group * round_up(rows, lanes)),
+        packed(work.take<float>(total * dim)),
+        decoded(work.take<float>(tile_keys * dim)),
+        tile(work.take<float>(tile_keys * total)),
+        logits(work.take<float>(keys * total)),
+        top(work.take<float>(total)),
+        sum(work.take<float>(total)),
+        visible(work.take<slot_t>(total)),
         column(work.take<float>(keys)),
         pooled(work.take<float>(keys)),
         bad_key(work.take<std::uint8_t>(keys)) {}
 
+  index_t total;  // the most rows that any options lay out
+  std::span<float> packed;
   std::span<float> decoded;
-  std::span<float> tile;
-  std::span<float> logits;  // [keys][rows of all heads]
-  std::span<float> top;     // of each row
-  std::span<float> weight;  // of each row: 1 / sum of exponentials
+  std::span<float> tile;    // of all heads, where they meet in their logits
+  std::span<float> logits;  // [keys][rows]
+  std::span<float> top;     // of each row: its largest logit
+  std::span<float> sum;     // of each row: of exp(logit - top), then -log of it
+  std::span<slot_t> visible;
   std::span<float> column;
   std::span<float> pooled;
   std::span<std::uint8_t> bad_key;
 };
 
-/// The logits of a tile: scaled, capped, and masked where the row does not see the key or something is not finite.
+/// The logits of a tile: capped, and masked where the row does not see the key or something is not finite.
 class LogitTile {
  public:
-  LogitTile(const AttentionQueries& queries, const AttentionOptions& options)
-      : queries_(queries),
-        scale_(options.scale.value_or(1.0F / std::sqrt(static_cast<float>(queries.dim)))),
+  LogitTile(const AttentionQueries& queries, const AttentionOptions& options, const RowLayout& layout,
+            const AttentionScratch& scratch)
+      : dim_(queries.dim),
+        total_(layout.total),
+        packed_(scratch.packed.data()),
+        visible_(scratch.visible.data()),
         softcap_(options.logit_softcap) {
-    const auto low = std::min_element(queries.visible.begin(), queries.visible.end());
-    all_see_below_ = low == queries.visible.end() ? 0 : *low;
+    const float scale = options.scale.value_or(1.0F / std::sqrt(static_cast<float>(queries.dim)));
+    run<PackRows>(queries.data, layout.heads, layout.rows, layout.padded, layout.total, queries.dim, scale,
+                  scratch.packed.data());
+    for (index_t at = 0; at < layout.total; ++at) {
+      const index_t row = layout.row_at(at);
+      const slot_t seen = row < 0 ? std::numeric_limits<slot_t>::max() : queries.visible[static_cast<std::size_t>(row)];
+      scratch.visible[static_cast<std::size_t>(at)] = seen;
+      all_see_below_ = std::min<index_t>(all_see_below_, std::max<slot_t>(seen, 0));
+    }
   }
 
-  /// `out` [keys.rows][rows]; `first` is the slot of the first key. Marks keys that are not finite.
+  /// `out` [keys.rows][total]; `first` is the slot of the first key. Marks keys that are not finite.
   void fill(const ConstRows& keys, index_t first, float* out, std::uint8_t* bad_key) const {
-    const index_t m = queries_.group * queries_.rows;
-    products({queries_.data, m, queries_.dim, queries_.dim}, keys, out);
-    for (index_t i = 0; i < m * keys.rows; ++i) out[i] *= scale_;
     std::fill(bad_key, bad_key + keys.rows, std::uint8_t{0});
-    if (m == 0 || !all_finite(out, m * keys.rows))
-      mask_non_finite(keys, out, bad_key);  // before the cap, which makes infinities finite
-    if (softcap_)
-      for (index_t i = 0; i < m * keys.rows; ++i)
-        if (out[i] > masked_logit) out[i] = *softcap_ * std::tanh(out[i] / *softcap_);
-    for (index_t j = std::max<index_t>(0, all_see_below_ - first); j < keys.rows; ++j)
-      for (index_t r = 0; r < m; ++r)
-        if (queries_.visible[static_cast<std::size_t>(r)] <= first + j) out[j * m + r] = masked_logit;
+    bool not_finite = total_ == 0;
+    run<Products>(packed_, total_, dim_, keys.data, keys.stride, keys.rows, out, &not_finite);
+    if (not_finite) mask_non_finite(keys, out, bad_key);  // before the cap, which makes infinities finite
+    if (softcap_) run<CapLogits>(out, keys.rows * total_, *softcap_);
+    const index_t all_see = std::clamp<index_t>(all_see_below_ - first, 0, keys.rows);
+    if (all_see < keys.rows) run<MaskUnseen>(out + all_see * total_, first + all_see, keys.rows - all_see, total_, visible_);
   }
 
  private:
   void mask_non_finite(const ConstRows& keys, float* out, std::uint8_t* bad_key) const {
-    const index_t m = queries_.group * queries_.rows;
     for (index_t j = 0; j < keys.rows; ++j) {
       bad_key[j] = all_finite(keys.row(j), keys.dim) ? 0 : 1;
-      for (index_t r = 0; r < m; ++r)
-        if (bad_key[j] != 0 || !is_finite(out[j * m + r])) out[j * m + r] = masked_logit;
+      for (index_t r = 0; r < total_; ++r)
+        if (bad_key[j] != 0 || !is_finite(out[j * total_ + r])) out[j * total_ + r] = masked_logit;
     }
   }
 
-  AttentionQueries queries_;
-  float scale_;
+  index_t dim_;
+  index_t total_;
+  const float* packed_;
+  const slot_t* visible_;
   std::optional<float> softcap_;
-  index_t all_see_below_ = 0;
+  index_t all_see_below_ = std::numeric_limits<slot_t>::max();
 };
 
-/// Several heads' logits `[keys][group][rows]` become one head's, `[keys][rows]`. A masked logit has no say.
-inline void reduce_group_logits(const float* in, index_t keys, index_t group, index_t rows, Reduce how, float* out) noexcept {
-  for (index_t j = 0; j < keys; ++j)
-    for (index_t r = 0; r < rows; ++r) {
-      float value = masked_logit;
-      index_t seen = 0;
-      for (index_t g = 0; g < group; ++g) {
-        const float z = in[(j * group + g) * rows + r];
-        if (z <= masked_logit) continue;
-        value = seen == 0 ? z : (how == Reduce::max ? std::max(value, z) : value + z);
-        ++seen;
-      }
-      out[j * rows + r] = how == Reduce::mean && seen > 0 ? value / static_cast<float>(seen) : value;
+/// Sums of exponentials become what is added to `logit - top` to make it the logarithm of a weight: masked for padding, and for
+/// a row that sees nothing. `sinks` [heads] or empty takes part in the sums.
+inline void log_of_sums(const RowLayout& layout, std::span<const float> sinks, const AttentionScratch& scratch) noexcept {
+  for (index_t at = 0; at < layout.total; ++at) {
+    const float top = scratch.top[static_cast<std::size_t>(at)];
+    float& sum = scratch.sum[static_cast<std::size_t>(at)];
+    const index_t row = layout.row_at(at);
+    if (row < 0 || top <= masked_logit) {
+      sum = masked_logit;
+      continue;
     }
-}
-
-/// Logits `[keys][m]` become `exp(logit - row maximum)`; `weight` becomes 1 / their sum, 0 for a row that sees nothing.
-inline void exponentials(float* logits, index_t keys, index_t m, float* top, float* weight) noexcept {
-  std::fill(top, top + m, masked_logit);
-  for (index_t j = 0; j < keys; ++j)
-    for (index_t r = 0; r < m; ++r) top[r] = std::max(top[r], logits[j * m + r]);
-  std::fill(weight, weight + m, 0.0F);
-  constexpr index_t chunk = 64;  // one long chain of float additions would drift: sum by chunks, then the chunks
-  for (index_t first = 0; first < keys; first += chunk) {
-    const index_t last = std::min(keys, first + chunk);
-    for (index_t r0 = 0; r0 < m; r0 += chunk) {
-      const index_t n = std::min(chunk, m - r0);
-      float sum[chunk] = {};
-      for (index_t j = first; j < last; ++j) {
-        float* const z = logits + j * m + r0;
-        exp_shifted(z, top + r0, n);
-        for (index_t r = 0; r < n; ++r) sum[r] += z[r];
-      }
-      for (index_t r = 0; r < n; ++r) weight[r0 + r] += sum[r];
+    if (!sinks.empty()) {
+      const float sink =
+          sinks[static_cast<std::size_t>(row * static_cast<index_t>(sinks.size()) / (layout.heads * layout.rows))];
+      sum += std::exp(std::min(sink - top, 80.0F));
     }
-  }
-  for (index_t r = 0; r < m; ++r) weight[r] = top[r] > masked_logit && weight[r] > 0 ? 1.0F / weight[r] : 0.0F;
-}
-
-/// Adds a logit that belongs to no key to the softmax of each of a head's rows.
-inline void add_sink(float sink, const float* top, float* weight, index_t rows) noexcept {
-  for (index_t r = 0; r < rows; ++r)
-    if (weight[r] > 0) weight[r] = 1.0F / (1.0F / weight[r] + std::exp(std::min(sink - top[r], 80.0F)));
-}
-
-/// One number a key from a head's weights: rows `[first_row, first_row + rows)` of `e` [keys][m].
-inline void reduce_rows(const float* e, index_t keys, index_t m, index_t first_row, index_t rows, const float* weight,
-                        Reduce how, std::span<float> out) {
-  using Rows = Eigen::Map<const Eigen::ArrayXf>;
-  const Rows w(weight + first_row, rows);
-  const float divisor = how == Reduce::mean ? static_cast<float>(rows) : 1.0F;
-  for (index_t j = 0; j < keys; ++j) {
-    const auto weights = Rows(e + j * m + first_row, rows) * w;
-    out[static_cast<std::size_t>(j)] = how == Reduce::max ? weights.maxCoeff() : weights.sum() / divisor;
+    sum = -std::log(sum);
   }
 }
 
@@ -258,44 +236,53 @@ template <class Keys>
 
   const Workspace::Frame frame(work);
   const detail::AttentionScratch scratch(work, queries.group, queries.rows, queries.dim, n);
-  const bool one_head = options.group_stage == GroupStage::logits;
-  const index_t m = one_head ? queries.rows : all_rows;
   ScoreReport report;
   for (index_t r = 0; r < all_rows; ++r)
     report.num_non_finite += detail::all_finite(queries.data + r * queries.dim, queries.dim) ? 0 : 1;
 
-  const detail::LogitTile logit_tile(queries, options);
-  const index_t step = detail::tile_rows(queries.dim);
-  for (index_t j = 0; j < n; j += step) {
-    const index_t count = std::min(step, n - j);
-    const ConstRows rows = keys(domain.first + j, count, scratch.decoded.data());
-    float* const logits = scratch.logits.data() + j * m;
-    float* const filled = one_head ? scratch.tile.data() : logits;
-    logit_tile.fill(rows, domain.first + j, filled, scratch.bad_key.data() + j);
-    if (one_head) detail::reduce_group_logits(filled, count, queries.group, queries.rows, options.over_heads, logits);
+  const bool meet_in_logits = options.group_stage == GroupStage::logits;
+  const detail::RowLayout rows = detail::reduces_at_once(options) ? detail::row_layout(1, all_rows, detail::lanes)
+                                 : meet_in_logits                 ? detail::row_layout(queries.group, queries.rows, 4)
+                                                  : detail::row_layout(queries.group, queries.rows, detail::lanes);
+  const detail::RowLayout kept = meet_in_logits ? detail::row_layout(1, queries.rows, detail::lanes) : rows;
+  const detail::LogitTile logit_tile(queries, options, rows, scratch);
+  std::fill(scratch.top.begin(), scratch.top.end(), detail::masked_logit);
+  std::fill(scratch.sum.begin(), scratch.sum.end(), 0.0F);
+  for (index_t j = 0; j < n; j += detail::tile_keys) {
+    const index_t count = std::min(detail::tile_keys, n - j);
+    const ConstRows tile = keys(domain.first + j, count, scratch.decoded.data());
+    float* const logits = scratch.logits.data() + j * kept.total;
+    float* const filled = meet_in_logits ? scratch.tile.data() : logits;
+    logit_tile.fill(tile, domain.first + j, filled, scratch.bad_key.data() + j);
+    if (meet_in_logits)
+      detail::run<detail::ReduceGroup>(filled, count, rows.heads, rows.padded, rows.total, options.over_heads == Reduce::mean,
+                                       logits, kept.total);
+    detail::run<detail::AddToSoftmax>(logits, count, kept.total, scratch.top.data(), scratch.sum.data());
   }
-  detail::exponentials(scratch.logits.data(), n, m, scratch.top.data(), scratch.weight.data());
-
-  for (std::size_t g = 0; g < queries.sink_logits.size(); ++g) {
-    const auto first = static_cast<std::size_t>(queries.rows) * g;
-    detail::add_sink(queries.sink_logits[g], scratch.top.data() + first, scratch.weight.data() + first, queries.rows);
-  }
+  detail::log_of_sums(kept, queries.sink_logits, scratch);
 
   const auto poolable = [&](std::span<float> scores) {
     return scores.subspan(static_cast<std::size_t>(pooled.first - domain.first), static_cast<std::size_t>(pooled.size()));
   };
-  const index_t heads = one_head ? 1 : queries.group;
+  const float divisor = options.over_queries == Reduce::mean ? static_cast<float>(queries.rows) : 1.0F;
   std::fill(out.begin(), out.end(), 0.0F);
-  for (index_t g = 0; g < heads && queries.rows > 0; ++g) {
-    detail::reduce_rows(scratch.logits.data(), n, m, g * queries.rows, queries.rows, scratch.weight.data(),
-                        options.over_queries, scratch.column);
+  for (index_t h = 0; h < kept.heads && queries.rows > 0; ++h) {
+    const auto reduce = [&](auto kernel) {
+      detail::run<decltype(kernel)>(scratch.logits.data(), n, kept.total, h * kept.padded,
+                                    detail::round_up(kept.rows, detail::lanes), scratch.top.data(), scratch.sum.data(), divisor,
+                                    scratch.column.data());
+    };
+    if (options.over_queries == Reduce::max)
+      reduce(detail::ReduceRows<false>{});
+    else
+      reduce(detail::ReduceRows<true>{});
     if (options.pool_stage == PoolStage::query_head)
       detail::pool_in_place(poolable(scratch.column), options.pool, scratch.pooled);
     for (std::size_t j = 0; j < out.size(); ++j)
       out[j] = options.over_heads == Reduce::max ? std::max(out[j], scratch.column[j]) : out[j] + scratch.column[j];
   }
   if (options.over_heads == Reduce::mean)
-    for (float& x : out) x /= static_cast<float>(heads);
+    for (float& x : out) x /= static_cast<float>(kept.heads);
   if (options.pool_stage == PoolStage::kv_head) detail::pool_in_place(poolable(out), options.pool, scratch.pooled);
 
   for (std::size_t j = 0; j < out.size(); ++j)

@@ -46,6 +46,31 @@ struct RedundancyOptions {
 
 namespace detail {
 
+/// Keys are read in tiles of this many rows at most, so that Eigen's products stay below its stack limit and never allocate.
+[[nodiscard]] constexpr index_t tile_rows(index_t dim) noexcept {
+  return std::clamp<index_t>(16384 / std::max<index_t>(dim, 1), 1, 64);
+}
+
+using RowMajor = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
+using ConstRowMap = Eigen::Map<const RowMajor, 0, Eigen::OuterStride<>>;
+using Columns = Eigen::Map<Eigen::MatrixXf>;
+
+[[nodiscard]] inline ConstRowMap map_rows(const ConstRows& rows) {
+  return {rows.data, rows.rows, rows.dim, Eigen::OuterStride<>(rows.stride)};
+}
+
+/// `out` [a.rows x b.rows], column-major: all dot products. Blocks of rows of `a` keep Eigen's packing on the stack.
+inline void products(const ConstRows& a, const ConstRows& b, float* out) {
+  const index_t block = std::max<index_t>(8, 16384 / a.dim);
+  const ConstRowMap left = map_rows(a);
+  const ConstRowMap right = map_rows(b);
+  Columns all(out, a.rows, b.rows);
+  for (index_t i = 0; i < a.rows; i += block) {
+    const index_t n = std::min(block, a.rows - i);
+    all.middleRows(i, n).noalias() = left.middleRows(i, n) * right.transpose();
+  }
+}
+
 inline constexpr index_t redundancy_strip = 64;  // rows of the similarity matrix that exist at a time
 
 struct RedundancyScratch {

@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <span>
 
-#include "beaconkv/types.hpp"
+#include "beaconkv/kernel/vector.hpp"
 
 namespace beaconkv::inline v0::detail {
 
@@ -26,35 +26,23 @@ inline constexpr float masked_logit = -FLT_MAX;
 
 [[nodiscard]] inline float quiet_nan() noexcept { return std::bit_cast<float>(std::uint32_t{0x7FC00000U}); }
 
-/// True where all `n` numbers are finite. Vectorises.
+/// True where all `n` numbers are finite.
 [[nodiscard]] inline bool all_finite(const float* x, index_t n) noexcept {
-  std::uint32_t bad = 0;
-  for (index_t i = 0; i < n; ++i) bad |= (std::bit_cast<std::uint32_t>(x[i]) & 0x7F800000U) == 0x7F800000U ? 1U : 0U;
-  return bad == 0;
-}
-
-/// `x[i] = exp(x[i] - shift[i])` for finite `x[i] <= shift[i]`; exactly 0 below exp(-87). Relative error below 2e-7.
-/// Vectorises.
-///
-/// Range reduction by a two-part ln 2 and the degree-5 polynomial of the Cephes library's `expf`.
-inline void exp_shifted(float* x, const float* shift, index_t n) noexcept {
-  for (index_t i = 0; i < n; ++i) {
-    const float t = x[i] - shift[i];
-    const std::uint32_t keep = 0U - static_cast<std::uint32_t>(t > -87.0F);  // as bits: a select would become a branch
-    const auto y = std::bit_cast<float>(std::bit_cast<std::uint32_t>(t) & keep);
-    const auto k = static_cast<std::int32_t>(y * 1.44269504088896341F - 0.5F);  // y <= 0: truncation rounds to nearest
-    const auto whole = static_cast<float>(k);
-    const float r = (y - whole * 0.693359375F) + whole * 2.12194440e-4F;
-    float p = 1.9875691500e-4F;
-    p = p * r + 1.3981999507e-3F;
-    p = p * r + 8.3334519073e-3F;
-    p = p * r + 4.1665795894e-2F;
-    p = p * r + 1.6666665459e-1F;
-    p = p * r + 5.0000001201e-1F;
-    p = p * r * r + r + 1.0F;
-    const float power = std::bit_cast<float>((k + 127) << 23);
-    x[i] = std::bit_cast<float>(std::bit_cast<std::uint32_t>(p * power) & keep);
+  constexpr index_t at_once = 8;
+  Int4 low{}, high{};
+  index_t i = 0;
+  for (; i + at_once <= n; i += at_once) {
+    Int4 a, b;
+    load(a, x + i);
+    load(b, x + i + 4);
+    low |= (a & 0x7F800000) + 0x00800000;  // negative for an exponent of all ones
+    high |= (b & 0x7F800000) + 0x00800000;
   }
+  const Int4 bad = low | high;
+  if ((bad[0] | bad[1] | bad[2] | bad[3]) < 0) return false;
+  for (; i < n; ++i)
+    if (!is_finite(x[i])) return false;
+  return true;
 }
 
 /// Dot product in a fixed order of eight lanes: the same bits for equal rows, and vectorisable without `-ffast-math`.

@@ -79,7 +79,18 @@ BEACONKV_KERNEL void bits_of(To& to, const From& from) noexcept {
   __builtin_memcpy(&to, &from, sizeof(To));
 }
 
-/// `out[i] = mask[i] ? a[i] : b[i]` for masks of all ones or all zeros, as comparisons give them.
+/// All ones in each lane where `x` is negative, else zeros. Masks are made by arithmetic: g++ 12 takes comparisons of vectors
+/// apart where the function's target has other registers than the program's.
+template <class I>
+BEACONKV_KERNEL void mask_negative(I& mask, const I& x) noexcept {
+  mask = x >> 31;
+}
+/// All ones in each lane where `x` is not 0, else zeros.
+template <class I>
+BEACONKV_KERNEL void mask_not_zero(I& mask, const I& x) noexcept {
+  mask = (x | -x) >> 31;
+}
+/// `out[i] = mask[i] ? a[i] : b[i]`.
 template <class V, class M>
 BEACONKV_KERNEL void select(V& out, const M& mask, const V& a, const V& b) noexcept {
   M x, y;
@@ -102,7 +113,8 @@ struct Lanes {
   typename Isa::Floats part[static_cast<std::size_t>(count)];
 
   BEACONKV_KERNEL void fill(Lanes& x, float value) noexcept {
-    BEACONKV_UNROLL for (index_t i = 0; i < count; ++i) x.part[i] = value - typename Isa::Floats{};
+    const typename Isa::Floats all = typename Isa::Floats{} + value;
+    BEACONKV_UNROLL for (index_t i = 0; i < count; ++i) x.part[i] = all;
   }
   BEACONKV_KERNEL void read(Lanes& x, const float* from) noexcept {
     BEACONKV_UNROLL for (index_t i = 0; i < count; ++i) load(x.part[i], from + i * Isa::width);

@@ -1,0 +1,220 @@
+// beaconkv: KV-cache eviction policies. SPDX-License-Identifier: MIT
+#pragma once
+
+/// \file
+/// Softmax over keys of many rows at once: logits `[key][row]`, a register holds one key's logits of several rows.
+
+#include "beaconkv/detail/numeric.hpp"
+#include "beaconkv/kernel/exponential.hpp"
+#include "beaconkv/kernel/products.hpp"
+
+namespace beaconkv::inline v0::detail {
+
+/// All ones in each lane whose logit is not masked.
+template <class F, class I>
+BEACONKV_KERNEL void mask_visible(I& mask, const F& logit) noexcept {
+  I bits;
+  bits_of(bits, logit);
+  mask_not_zero(mask, bits ^ std::bit_cast<std::int32_t>(masked_logit));
+}
+
+/// `x = cap * tanh(x / cap)` for `n` logits, a multiple of `lanes`; masked ones stay.
+struct CapLogits {
+  template <class Isa>
+  BEACONKV_KERNEL void run(float* logits, index_t n, float cap) noexcept {
+    using F = typename Isa::Floats;
+    using I = typename Isa::Ints;
+    for (index_t i = 0; i < n; i += Isa::width) {
+      F z;
+      load(z, logits + i);
+      I visible;
+      mask_visible(visible, z);
+      F capped = z / cap;
+      tanh_of<Isa>(capped);
+      capped *= cap;
+      select(z, visible, capped, z);
+      store(logits + i, z);
+    }
+  }
+};
+
+/// Masks the logits of keys `[first, first + count)` that a row does not see: those at or behind `visible[row]`.
+struct MaskUnseen {
+  template <class Isa>
+  BEACONKV_KERNEL void run(float* logits, index_t first, index_t count, index_t rows, const slot_t* visible) noexcept {
+    using F = typename Isa::Floats;
+    using I = typename Isa::Ints;
+    const F masked = F{} + masked_logit;
+    for (index_t j = 0; j < count; ++j)
+      for (index_t r = 0; r < rows; r += Isa::width) {
+        I limit, seen;
+        load(limit, visible + r);
+        mask_negative(seen, static_cast<slot_t>(first + j) - limit);
+        F z;
+        load(z, logits + j * rows + r);
+        select(z, seen, z, masked);
+        store(logits + j * rows + r, z);
+      }
+  }
+};
+
+/// Several heads' logits of a key become one head's: `in` [count][heads * padded, up to total], `out` [count][out_rows]. A
+/// masked logit has no say. `padded` is a multiple of 4; rows of `out` beyond it become 0.
+struct ReduceGroup {
+  template <class Isa>
+  BEACONKV_KERNEL void run(const float* in, index_t count, index_t heads, index_t padded, index_t total, bool mean, float* out,
+                           index_t out_rows) noexcept {
+    for (index_t j = 0; j < count; ++j) {
+      for (index_t r = 0; r < padded; r += 4) {
+        Float4 sum{}, seen{}, top = Float4{} + masked_logit;
+        for (index_t h = 0; h < heads; ++h) {
+          Float4 z;
+          load(z, in + j * total + h * padded + r);
+          Int4 visible;
+          mask_visible(visible, z);
+          Float4 one, part;
+          select(part, visible, z, Float4{});
+          select(one, visible, Float4{} + 1.0F, Float4{});
+          sum += part;
+          seen += one;
+          raise_to(top, z);
+        }
+        if (mean) {
+          Int4 any;
+          bits_of(any, seen);
+          mask_not_zero(any, any);
+          const Float4 average = sum / (seen + 1e-30F);
+          select(top, any, average, top);
+        }
+        store(out + j * out_rows + r, top);
+      }
+      for (index_t r = padded; r < out_rows; ++r) out[j * out_rows + r] = 0.0F;
+    }
+  }
+};
+
+/// Adds a tile of keys to each row's running softmax: `top` is its largest logit, `sum` the sum of exp(logit - top).
+struct AddToSoftmax {
+  template <class Isa>
+  BEACONKV_KERNEL void run(const float* logits, index_t count, index_t rows, float* top, float* sum) noexcept {
+    using F = typename Isa::Floats;
+    for (index_t r = 0; r < rows; r += Isa::width) {
+      F old_top, new_top, total;
+      load(old_top, top + r);
+      load(total, sum + r);
+      new_top = old_top;
+      for (index_t j = 0; j < count; ++j) {
+        F z;
+        load(z, logits + j * rows + r);
+        raise_to(new_top, z);
+      }
+      F shrink = old_top - new_top;  // masked - top is far below -87: the empty sum stays 0
+      exp_not_positive<Isa>(shrink);
+      F added{};  // one long chain of float additions would drift: sum the tile, then the tiles
+      for (index_t j = 0; j < count; ++j) {
+        F z;
+        load(z, logits + j * rows + r);
+        z -= new_top;
+        exp_not_positive<Isa>(z);
+        added += z;
+      }
+      store(top + r, new_top);
+      store(sum + r, total * shrink + added);
+    }
+  }
+};
+
+/// Eight lanes of sixteen and the other eight.
+template <class Isa>
+BEACONKV_KERNEL void halves(Float8& low, Float8& high, const Lanes<Isa>& x) noexcept {
+  if constexpr (Isa::width == 8) {
+    low = x.part[0];
+    high = x.part[1];
+  } else {
+    const Float16& all = x.part[0];
+    low = __builtin_shufflevector(all, all, 0, 1, 2, 3, 4, 5, 6, 7);
+    high = __builtin_shufflevector(all, all, 8, 9, 10, 11, 12, 13, 14, 15);
+  }
+}
+
+/// Sixteen lanes become four, by the same additions (or comparisons) on every instruction set.
+template <class Isa, bool add>
+BEACONKV_KERNEL void fold(Float4& out, const Lanes<Isa>& x) noexcept {
+  Float4 a, b, c, d;
+  if constexpr (Isa::width == 4) {
+    a = x.part[0];
+    b = x.part[1];
+    c = x.part[2];
+    d = x.part[3];
+  } else {
+    Float8 low, high;
+    halves<Isa>(low, high, x);
+    a = __builtin_shufflevector(low, low, 0, 1, 2, 3);
+    b = __builtin_shufflevector(low, low, 4, 5, 6, 7);
+    c = __builtin_shufflevector(high, high, 0, 1, 2, 3);
+    d = __builtin_shufflevector(high, high, 4, 5, 6, 7);
+  }
+  if constexpr (add) {
+    out = (a + c) + (b + d);
+  } else {
+    raise_to(a, c);
+    raise_to(b, d);
+    raise_to(a, b);
+    out = a;
+  }
+}
+
+/// One number a key from the weights exp(logit - top + shift) of rows `[first, first + rows)`, a multiple of `lanes`: their sum
+/// divided by `divisor`, or the largest. A row with `shift = masked_logit` has no say.
+template <bool add>
+struct ReduceRows {
+  template <class Isa>
+  BEACONKV_KERNEL void run(const float* logits, index_t count, index_t all_rows, index_t first, index_t rows, const float* top,
+                           const float* shift, float divisor, float* out) noexcept {
+    for (index_t j = 0; j < count; j += 4) {
+      Float4 of_key[4];
+      for (index_t i = 0; i < 4; ++i) {
+        const index_t key = j + i < count ? j + i : count - 1;
+        over_rows<Isa>(of_key[i], logits + key * all_rows + first, rows, top + first, shift + first);
+      }
+      transpose(of_key[0], of_key[1], of_key[2], of_key[3]);
+      if constexpr (add) {
+        of_key[0] = ((of_key[0] + of_key[2]) + (of_key[1] + of_key[3])) / divisor;
+      } else {
+        raise_to(of_key[0], of_key[2]);
+        raise_to(of_key[1], of_key[3]);
+        raise_to(of_key[0], of_key[1]);
+        exp_not_positive<Baseline>(of_key[0]);
+      }
+      float numbers[4];
+      store(numbers, of_key[0]);
+      for (index_t i = 0; i < 4 && j + i < count; ++i) out[j + i] = numbers[i];
+    }
+  }
+
+ private:
+  template <class Isa>
+  BEACONKV_KERNEL void over_rows(Float4& out, const float* logits, index_t rows, const float* top,
+                                 const float* shift) noexcept {
+    Lanes<Isa> all;
+    Lanes<Isa>::fill(all, add ? 0.0F : masked_logit);
+    for (index_t r = 0; r < rows; r += lanes) {
+      Lanes<Isa> z, largest, offset;
+      Lanes<Isa>::read(z, logits + r);
+      Lanes<Isa>::read(largest, top + r);
+      Lanes<Isa>::read(offset, shift + r);
+      BEACONKV_UNROLL for (index_t i = 0; i < Lanes<Isa>::count; ++i) {
+        typename Isa::Floats t = (z.part[i] - largest.part[i]) + offset.part[i];
+        if constexpr (add) {
+          exp_not_positive<Isa>(t);
+          all.part[i] += t;
+        } else {
+          raise_to(all.part[i], t);
+        }
+      }
+    }
+    fold<Isa, add>(out, all);
+  }
+};
+
+}  // namespace beaconkv::inline v0::detail
