@@ -8,7 +8,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "beaconkv/memory/codec.hpp"
+#include "beaconkv/memory/decode_rows.hpp"
 
 namespace beaconkv::inline v0 {
 
@@ -144,6 +144,23 @@ void load_row(const Plane<T>& plane, index_t head, index_t token, float* out) no
       out[d] = decode(row[d * plane.stride.dim]);
       if constexpr (takes_scale<T>) out[d] *= scale;
     }
+  }
+}
+
+/// Reads `count` rows, dense: `count * dim` floats.
+template <class T>
+void load_rows(const Plane<T>& plane, index_t head, index_t first, index_t count, float* out) noexcept {
+  for (index_t i = 0; i < count;) {
+    const index_t n = plane.contiguous_rows(first + i, count - i);
+    if (plane.stride.dim == 1) {
+      const float* const scales = takes_scale<T> ? plane.scale(head, first + i) : nullptr;
+      run<DecodeRows<T>>(
+          StoredRows<T>{plane.row(head, first + i), plane.stride.token, n, plane.dim, scales, plane.scales.token},
+          out + i * plane.dim);
+    } else {
+      for (index_t j = i; j < i + n; ++j) load_row(plane, head, first + j, out + j * plane.dim);
+    }
+    i += n;
   }
 }
 

@@ -254,7 +254,7 @@ class PlaneCache : public CacheBooks<G> {
       if (plane.stride.dim == 1 && plane.contiguous_rows(first, count) == count)
         return {count > 0 ? plane.row(head, first) : scratch, count, plane.dim, plane.stride.token};
     }
-    for (index_t i = 0; i < count; ++i) detail::load_row(plane, head, first + i, scratch + i * plane.dim);
+    detail::load_rows(plane, head, first, count, scratch);
     return {scratch, count, plane.dim, plane.dim};
   }
 
