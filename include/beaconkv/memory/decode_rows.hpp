@@ -20,24 +20,27 @@ struct StoredRows {
   index_t scale_stride = 0;
 };
 
-/// As many small unsigned or signed integers as there are lanes.
+/// As many small integers as there are lanes.
 template <class Isa>
 struct Narrow;
 template <>
 struct Narrow<Baseline> {
   typedef std::uint16_t Words __attribute__((vector_size(8)));
+  typedef std::int16_t Shorts __attribute__((vector_size(8)));
   typedef std::uint8_t Bytes __attribute__((vector_size(4)));
   typedef std::int8_t SignedBytes __attribute__((vector_size(4)));
 };
 template <>
 struct Narrow<Avx2> {
   typedef std::uint16_t Words __attribute__((vector_size(16)));
+  typedef std::int16_t Shorts __attribute__((vector_size(16)));
   typedef std::uint8_t Bytes __attribute__((vector_size(8)));
   typedef std::int8_t SignedBytes __attribute__((vector_size(8)));
 };
 template <>
 struct Narrow<Avx512> {
   typedef std::uint16_t Words __attribute__((vector_size(32)));
+  typedef std::int16_t Shorts __attribute__((vector_size(32)));
   typedef std::uint8_t Bytes __attribute__((vector_size(16)));
   typedef std::int8_t SignedBytes __attribute__((vector_size(16)));
 };
@@ -82,23 +85,31 @@ BEACONKV_KERNEL void read_numbers(typename Isa::Floats& out, const float16* from
   load(words, from);
   widen<Isa, 10, 15, 15, 31>(out, __builtin_convertvector(words, typename Isa::Ints));
 }
+/// Bytes become integers by way of 16 bits: in one step, g++ 12 takes them one at a time.
+template <class Isa, class Bytes, class T>
+BEACONKV_KERNEL void read_bytes(typename Isa::Ints& out, const T* from) noexcept {
+  Bytes bytes;
+  load(bytes, from);
+  const typename Narrow<Isa>::Shorts shorts = __builtin_convertvector(bytes, typename Narrow<Isa>::Shorts);
+  out = __builtin_convertvector(shorts, typename Isa::Ints);
+}
 template <class Isa>
 BEACONKV_KERNEL void read_numbers(typename Isa::Floats& out, const float8_e5m2* from) noexcept {
-  typename Narrow<Isa>::Bytes bytes;
-  load(bytes, from);
-  widen<Isa, 2, 15, 7, 31>(out, __builtin_convertvector(bytes, typename Isa::Ints));
+  typename Isa::Ints codes;
+  read_bytes<Isa, typename Narrow<Isa>::Bytes>(codes, from);
+  widen<Isa, 2, 15, 7, 31>(out, codes);
 }
 template <class Isa>
 BEACONKV_KERNEL void read_numbers(typename Isa::Floats& out, const float8_e4m3* from) noexcept {
-  typename Narrow<Isa>::Bytes bytes;
-  load(bytes, from);
-  widen<Isa, 3, 7, 7, 0>(out, __builtin_convertvector(bytes, typename Isa::Ints));
+  typename Isa::Ints codes;
+  read_bytes<Isa, typename Narrow<Isa>::Bytes>(codes, from);
+  widen<Isa, 3, 7, 7, 0>(out, codes);
 }
 template <class Isa>
 BEACONKV_KERNEL void read_numbers(typename Isa::Floats& out, const std::int8_t* from) noexcept {
-  typename Narrow<Isa>::SignedBytes bytes;
-  load(bytes, from);
-  out = __builtin_convertvector(__builtin_convertvector(bytes, typename Isa::Ints), typename Isa::Floats);
+  typename Isa::Ints numbers;
+  read_bytes<Isa, typename Narrow<Isa>::SignedBytes>(numbers, from);
+  out = __builtin_convertvector(numbers, typename Isa::Floats);
 }
 template <class Isa>
 BEACONKV_KERNEL void read_numbers(typename Isa::Floats& out, const float* from) noexcept {
