@@ -15,6 +15,7 @@
 #include "beaconkv/config.hpp"
 #include "beaconkv/keep_plan.hpp"
 #include "beaconkv/kernel/instruction_set.hpp"
+#include "beaconkv/kernel/ranking.hpp"
 #include "beaconkv/kernel/vector.hpp"
 #include "beaconkv/memory/cache_books.hpp"
 #include "beaconkv/memory/cache_buffer.hpp"
