@@ -17,6 +17,7 @@
 #include "beaconkv/kernel/exponential.hpp"
 #include "beaconkv/kernel/instruction_set.hpp"
 #include "beaconkv/kernel/products.hpp"
+#include "beaconkv/kernel/ranking.hpp"
 #include "beaconkv/kernel/softmax.hpp"
 #include "beaconkv/kernel/vector.hpp"
 #include "beaconkv/memory/cache_books.hpp"
