@@ -40,9 +40,9 @@ class Compaction {
   /// The seconds of `compact` alone; the plan comes before, and the tokens that fill the cache up again behind.
   [[nodiscard]] double run() {
     make_plan();
-    const double start = now();
+    const Stopwatch watch;
     compact(cache_.view(), plan_).or_throw();
-    const double seconds = now() - start;
+    const double seconds = watch.seconds();
     refill();
     return seconds;
   }

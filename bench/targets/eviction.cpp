@@ -33,9 +33,9 @@ class Layer {
 
   [[nodiscard]] double evict_cold() {
     cold_.flush();
-    const double start = now();
+    const Stopwatch watch;
     const EvictionReport report = evict(layer_.policy, layer_.memory.view(), work_).or_throw();
-    const double seconds = now() - start;
+    const double seconds = watch.seconds();
     require_same(report.evicted == period_, "eviction / budget");
     layer_.refill();
     return seconds;

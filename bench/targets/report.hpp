@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "beaconkv/status.hpp"
+#include "measure.hpp"
 #include "targets/machine.hpp"
-#include "targets/measure.hpp"
 
 namespace beaconkv::bench {
 

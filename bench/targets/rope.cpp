@@ -48,9 +48,9 @@ class Realignment {
       }
       cache.set_next_rotary_position(2 * cache.num_tokens());
     }
-    const double start = now();
+    const Stopwatch watch;
     realign_to_slots(cache, rope_, work_).or_throw();
-    return now() - start;
+    return watch.seconds();
   }
   void scale() {
     factor_ = 1 / factor_;  // there and back, so that keys neither vanish nor overflow
