@@ -104,13 +104,13 @@ template <CacheReader Cache>
   return low;
 }
 
-/// One KV head of a cache as a cache of its own: how a ragged cache is scored.
+/// The first tokens of one KV head of a cache as a cache of its own: how heads are scored one by one.
 template <CacheReader Cache>
 class HeadReader {
  public:
-  HeadReader(const Cache& cache, index_t head) noexcept : cache_(&cache), head_(head) {}
+  HeadReader(const Cache& cache, index_t head, index_t tokens) noexcept : cache_(&cache), head_(head), tokens_(tokens) {}
   [[nodiscard]] index_t num_kv_heads() const noexcept { return 1; }
-  [[nodiscard]] index_t num_tokens() const noexcept { return tokens_of(*cache_, head_); }
+  [[nodiscard]] index_t num_tokens() const noexcept { return tokens_; }
   [[nodiscard]] index_t key_dim() const noexcept { return cache_->key_dim(); }
   [[nodiscard]] index_t value_dim() const noexcept { return cache_->value_dim(); }
   [[nodiscard]] std::uint64_t epoch() const noexcept { return cache_->epoch(); }
@@ -125,6 +125,7 @@ class HeadReader {
  private:
   const Cache* cache_;
   index_t head_;
+  index_t tokens_;
 };
 
 }  // namespace detail

@@ -4,6 +4,9 @@
 /// \file
 /// Applying a plan to a cache, in place.
 
+#include <type_traits>
+
+#include "beaconkv/executor.hpp"
 #include "beaconkv/keep_plan.hpp"
 #include "beaconkv/memory/cache_buffer.hpp"
 
@@ -34,11 +37,12 @@ template <CacheBuffer Cache>
   return {};
 }
 
-template <CacheBuffer Cache, class Move>
-void apply_plan(Cache& cache, const KeepPlan& plan, Move move) {
+template <CacheBuffer Cache, class Move, Executor ExecutorT>
+void apply_plan(Cache& cache, const KeepPlan& plan, Move move, ExecutorT&& executor) {
   const index_t moves = keeps_one_set<Cache>() ? 1 : cache.num_kv_heads();
-  for (index_t head = 0; head < moves; ++head)
+  executor.run(moves, [&](index_t head, index_t) {
     plan.for_each_move(head, [&](index_t to, index_t from, index_t count) { move(head, to, from, count); });
+  });
   if constexpr (is_ragged<Cache>()) {
     for (index_t head = 0; head < moves; ++head) cache.truncate(head, plan.num_kept(head));
   } else {
@@ -48,6 +52,10 @@ void apply_plan(Cache& cache, const KeepPlan& plan, Move move) {
 
 }  // namespace detail
 
+template <CacheBuffer Cache, class ExecutorT>
+requires Executor<std::remove_cvref_t<ExecutorT>>
+[[nodiscard]] Status compact(Cache& cache, const KeepPlan& plan, ExecutorT&& executor);
+
 /// Keeps what `plan` keeps, in place and without scratch: every row moves at most once, to a slot not behind its own. O(kept *
 /// D) bytes.
 ///
@@ -55,10 +63,17 @@ void apply_plan(Cache& cache, const KeepPlan& plan, Move move) {
 /// `realign_to_slots`). Refused, with nothing changed, where the plan was made for another state of the cache.
 template <CacheBuffer Cache>
 [[nodiscard]] Status compact(Cache& cache, const KeepPlan& plan) {
+  return compact(cache, plan, SerialExecutor{});
+}
+/// The same with the KV heads spread over threads: `move_run` is called for different heads at the same time.
+template <CacheBuffer Cache, class ExecutorT>
+requires Executor<std::remove_cvref_t<ExecutorT>>
+[[nodiscard]] Status compact(Cache& cache, const KeepPlan& plan, ExecutorT&& executor) {
   if (Status s = detail::validate_plan(cache, plan); !s) return s;
   if (plan.keeps_all()) return {};
-  detail::apply_plan(cache, plan,
-                     [&](index_t head, index_t to, index_t from, index_t count) { cache.move_run(head, to, from, count); });
+  detail::apply_plan(
+      cache, plan, [&](index_t head, index_t to, index_t from, index_t count) { cache.move_run(head, to, from, count); },
+      executor);
   return {};
 }
 
@@ -69,8 +84,9 @@ requires requires(Cache& cache, index_t i) { cache.move_books(i, i, i, i); }
 [[nodiscard]] Status follow(Cache& cache, const KeepPlan& plan) {
   if (Status s = detail::validate_plan(cache, plan); !s) return s;
   if (plan.keeps_all()) return {};
-  detail::apply_plan(cache, plan,
-                     [&](index_t head, index_t to, index_t from, index_t count) { cache.move_books(head, to, from, count); });
+  detail::apply_plan(
+      cache, plan, [&](index_t head, index_t to, index_t from, index_t count) { cache.move_books(head, to, from, count); },
+      SerialExecutor{});
   return {};
 }
 

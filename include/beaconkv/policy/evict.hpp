@@ -18,11 +18,11 @@ struct EvictionReport {
 
 namespace detail {
 
-/// One whole eviction; `apply(plan)` moves the rows, or refuses with nothing changed.
-template <class Policy, CacheBuffer Cache, class Apply>
-[[nodiscard]] Result<EvictionReport> evict_by(Policy& policy, Cache& cache, Workspace& work, Apply apply) {
+/// One whole eviction: `make_plan(plan)` decides, `apply(plan)` moves the rows; either may refuse with nothing changed.
+template <class Policy, class MakePlan, class Apply>
+[[nodiscard]] Result<EvictionReport> evict_by(Policy& policy, Workspace& work, MakePlan make_plan, Apply apply) {
   KeepPlan& plan = work.plan();
-  if (Status s = policy.plan(cache, work, plan); !s) return s;
+  if (Status s = make_plan(plan); !s) return s;
   if (Status s = policy.check_commit(plan); !s) return s;
   if (Status s = apply(plan); !s) return s;
   if (Status s = policy.commit(plan); !s) return s;
@@ -41,7 +41,19 @@ template <class Policy, CacheBuffer Cache, class Apply>
 /// layers is evicted through its `Sequence`.
 template <class Policy, CacheBuffer Cache>
 [[nodiscard]] Result<EvictionReport> evict(Policy& policy, Cache& cache, Workspace& work) {
-  return detail::evict_by(policy, cache, work, [&](const KeepPlan& plan) { return compact(cache, plan); });
+  return detail::evict_by(
+      policy, work, [&](KeepPlan& plan) { return policy.plan(cache, work, plan); },
+      [&](const KeepPlan& plan) { return compact(cache, plan); });
+}
+/// The same with the KV heads of the layer spread over threads; the same bits. Worker `i` uses `works[i]`, each as large as
+/// `workspace_size` says; `works[0].plan()` holds the plan afterwards.
+template <class Policy, CacheBuffer Cache, class ExecutorT>
+requires Executor<std::remove_cvref_t<ExecutorT>>
+[[nodiscard]] Result<EvictionReport> evict(Policy& policy, Cache& cache, std::span<Workspace> works, ExecutorT&& executor) {
+  if (works.empty()) return detail::invalid("works is empty: there must be one for each worker");
+  return detail::evict_by(
+      policy, works[0], [&](KeepPlan& plan) { return policy.plan(cache, works, plan, executor); },
+      [&](const KeepPlan& plan) { return compact(cache, plan, executor); });
 }
 
 }  // namespace beaconkv::inline v0

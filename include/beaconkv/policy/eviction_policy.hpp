@@ -10,8 +10,7 @@
 #include <span>
 #include <utility>
 
-#include "beaconkv/policy/policy_state.hpp"
-#include "beaconkv/policy/rotary_view.hpp"
+#include "beaconkv/policy/policy_scoring.hpp"
 #include "beaconkv/policy/selection.hpp"
 
 namespace beaconkv::inline v0 {
@@ -26,9 +25,9 @@ namespace beaconkv::inline v0 {
 /// (`observe_rotated`, `prefill_rotated`). With a table both work: rotated ones are turned back. Nothing allocates after
 /// construction.
 template <Observer ObserverT, class ScorerT, Schedule ScheduleT>
-class EvictionPolicy : public PolicyState<ObserverT, ScorerT, ScheduleT> {
+class EvictionPolicy : public PolicyScoring<ObserverT, ScorerT, ScheduleT> {
  public:
-  using Base = PolicyState<ObserverT, ScorerT, ScheduleT>;
+  using Base = PolicyScoring<ObserverT, ScorerT, ScheduleT>;
   using typename Base::Parts;
 
   /// The policy, or what is wrong with its parts.
@@ -66,7 +65,7 @@ class EvictionPolicy : public PolicyState<ObserverT, ScorerT, ScheduleT> {
     WorkspaceSize size = detail::measure([&](Workspace& work) {
       static_cast<void>(work.take<float>(shape_.kv_heads * capacity));
       const std::size_t inner =
-          std::max(score_workspace_size(capacity).bytes, detail::selection_workspace_size(capacity).bytes);
+          std::max(this->score_workspace_size(capacity).bytes, detail::selection_workspace_size(capacity).bytes);
       static_cast<void>(work.take<std::byte>(static_cast<index_t>(inner)));
     });
     size = max(size, observer_.prefill_workspace_size(capacity));
@@ -74,33 +73,6 @@ class EvictionPolicy : public PolicyState<ObserverT, ScorerT, ScheduleT> {
     size.plan_tokens = capacity;
     return size;
   }
-  /// Scratch of `score` alone, over at most `tokens` cached tokens.
-  [[nodiscard]] WorkspaceSize score_workspace_size(index_t tokens) const {
-    return detail::measure([&](Workspace& work) {
-      take_observations(work, observer_.max_rows());
-      const std::size_t inner =
-          std::max({observer_.workspace_size().bytes, rope_cursor_workspace_size(rope_.rotary_dim()).bytes,
-                    scorer_.workspace_size(shape_, observer_.max_rows(), tokens).bytes});
-      static_cast<void>(work.take<std::byte>(static_cast<index_t>(inner)));
-    });
-  }
-
-  /// Scores of all candidates, to `out` (`kv_heads` x the cache's tokens). Separate from `select`, so that tensor-parallel
-  /// ranks can reduce in between. Changes nothing.
-  template <CacheReader Cache>
-  [[nodiscard]] Result<ScoreReport> score(const Cache& cache, ScoreMatrix out, Workspace& work) const {
-    if (Status s = check_scores(cache, out, false); !s) return s;
-    if (Status s = check_rotary(cache); !s) return s;
-    if (Status s = work.require(score_workspace_size(cache.num_tokens())); !s) return s;
-    const Workspace::Frame frame(work);
-    const index_t rows = observer_.rows();
-    const auto [queries, positions] = take_observations(work, rows);
-    if (Status s = observer_.write_rows(this->rope(), next_position_ - 1, queries.data(), positions.data(), work); !s) return s;
-    detail::move_to_rotary_positions(cache, this->rope(), shape_, rows, queries, positions, work);
-    const Observations observations{queries.data(), positions, shape_.query_heads, rows, shape_.head_dim, 0};
-    return score_as_held(cache, observations, out, work);
-  }
-
   /// The plan that keeps `keep` tokens of each head by these scores (default: what the schedule aims at). Changes nothing but
   /// `plan`, and, where all heads keep one set, row 0 of `scores`. There the rows may also be those of all tensor-parallel
   /// ranks, in head order, or the one that they became (`reduce_heads`). Protected tokens beyond `keep` are kept too and
@@ -109,8 +81,8 @@ class EvictionPolicy : public PolicyState<ObserverT, ScorerT, ScheduleT> {
   [[nodiscard]] Status select(const Cache& cache, ScoreMatrix scores, Workspace& work, KeepPlan& plan,
                               std::optional<index_t> keep = {}) const {
     if (keep && *keep < 0) return detail::invalid("keep = ", *keep, ": must not be negative");
-    return select_each(cache, scores, work, plan,
-                       [&](index_t h) { return keep.value_or(schedule_.target(state_of(cache, h))); });
+    const auto target = [&](index_t h) { return keep.value_or(schedule_.target(state_of(cache, h))); };
+    return select_each(cache, scores, work, plan, target, all_candidates(cache));
   }
   /// The same with a number for each head of a ragged cache.
   template <CacheReader Cache>
@@ -120,13 +92,32 @@ class EvictionPolicy : public PolicyState<ObserverT, ScorerT, ScheduleT> {
       return detail::invalid("keep has ", keep.size(), " entries: one for each of ", shape_.kv_heads, " KV heads");
     for (std::size_t h = 0; h < keep.size(); ++h)
       if (keep[h] < 0) return detail::invalid("keep[", h, "] = ", keep[h], ": must not be negative");
-    return select_each(cache, scores, work, plan, [&](index_t h) { return keep[static_cast<std::size_t>(h)]; });
+    const auto target = [&](index_t h) { return keep[static_cast<std::size_t>(h)]; };
+    return select_each(cache, scores, work, plan, target, all_candidates(cache));
   }
 
   /// `score` and `select`: what to keep now, by the schedule. A cache within its budget keeps everything. Changes nothing but
   /// `plan`. Refused where the protected tokens alone exceed the budget.
   template <CacheReader Cache>
   [[nodiscard]] Status plan(const Cache& cache, Workspace& work, KeepPlan& plan) const {
+    return plan_scored(cache, work, plan, all_candidates(cache),
+                       [&](ScoreMatrix out) { return this->score(cache, out, work); });
+  }
+  /// The same with the KV heads spread over threads, where scores are formed head by head; the same bits. Worker `i` uses
+  /// `works[i]`, each as large as `workspace_size` says.
+  template <CacheReader Cache, class ExecutorT>
+  requires Executor<std::remove_cvref_t<ExecutorT>>
+  [[nodiscard]] Status plan(const Cache& cache, std::span<Workspace> works, KeepPlan& plan, ExecutorT&& executor) const {
+    if (works.empty()) return detail::invalid("works is empty: there must be one for each worker");
+    return plan_scored(cache, works[0], plan, all_candidates(cache), [&](ScoreMatrix out) {
+      return this->scores_by_head() ? this->score(cache, out, works, executor) : this->score(cache, out, works[0]);
+    });
+  }
+  /// The same by scores that were formed before: `score(out)` writes them, and only `candidates(head)` compete, slots that all
+  /// have a score. For evictions whose scoring is spread over several steps.
+  template <CacheReader Cache, class Candidates, class Score>
+  [[nodiscard]] Status plan_scored(const Cache& cache, Workspace& work, KeepPlan& plan, Candidates candidates,
+                                   Score score) const {
     static_assert(!is_per_sequence<Cache>, "one set for all layers: score every layer and select once, as Sequence does");
     if (Status s = check_cache(cache); !s) return s;
     bool anything_to_do = false;
@@ -135,7 +126,7 @@ class EvictionPolicy : public PolicyState<ObserverT, ScorerT, ScheduleT> {
       const index_t target = schedule_.target(state);
       if (target >= state.tokens) continue;
       anything_to_do = true;
-      const index_t fixed = state.tokens - detail::num_open(cache, h, candidates_of(cache, h), rules_.protected_ranges());
+      const index_t fixed = state.tokens - detail::num_open(cache, h, candidates(h), rules_.protected_ranges());
       if (fixed > target)
         return detail::invalid("the budget keeps ", target, " of ", state.tokens, " tokens, but ", fixed,
                                " are protected (prefix ", state.prefix, ", n_recent_kv ", state.recent, ", ranges ",
@@ -143,7 +134,8 @@ class EvictionPolicy : public PolicyState<ObserverT, ScorerT, ScheduleT> {
     }
     // A scorer that follows plans looks at a cache of exactly its budget, too, where an eviction is due.
     if (!anything_to_do && !(follows_plans && due(cache))) return plan_everything(cache, plan);
-    return plan_to(cache, work, plan, [&](index_t h) { return schedule_.target(state_of(cache, h)); });
+    return plan_to(
+        cache, work, plan, [&](index_t h) { return schedule_.target(state_of(cache, h)); }, candidates, score);
   }
 
   /// What to keep so that `count` tokens of each head go, whatever the schedule says. Where protection allows fewer, those
@@ -158,7 +150,8 @@ class EvictionPolicy : public PolicyState<ObserverT, ScorerT, ScheduleT> {
       const index_t tokens = detail::tokens_of(cache, h);
       return count < tokens ? tokens - count : std::min<index_t>(1, tokens);  // no cache ends up empty
     };
-    if (Status s = plan_to(cache, work, plan, target); !s) return s;
+    const auto score = [&](ScoreMatrix out) { return this->score(cache, out, work); };
+    if (Status s = plan_to(cache, work, plan, target, all_candidates(cache), score); !s) return s;
     index_t missing = 0;
     for (index_t h = 0; h < plan.sets(); ++h) missing = std::max(missing, count - plan.num_evicted(h));
     plan.report(missing, plan.num_non_finite());
@@ -192,6 +185,8 @@ class EvictionPolicy : public PolicyState<ObserverT, ScorerT, ScheduleT> {
 
  private:
   using Base::after_prefill_;
+  using Base::check_cache;
+  using Base::check_scores;
   using Base::committed_epoch_;
   using Base::committed_since_token_;
   using Base::eviction_on_;
@@ -204,16 +199,11 @@ class EvictionPolicy : public PolicyState<ObserverT, ScorerT, ScheduleT> {
   using Base::scorer_;
   using Base::shape_;
   using Base::shared_reduce_;
+  using Base::state_of;
 
   static constexpr bool follows_plans = requires(ScorerT scorer, const KeepPlan& plan, const Shape& shape) {
     scorer.commit(plan, shape);
   };
-
-  /// Scratch for the queries and the positions of `rows` rows of every query head.
-  std::pair<std::span<float>, std::span<position_t>> take_observations(Workspace& work, index_t rows) const {
-    const std::span<float> queries = work.take<float>(shape_.query_heads * rows * shape_.head_dim);
-    return {queries, work.take<position_t>(shape_.query_heads * rows)};
-  }
 
   template <class Cache>
   static constexpr bool is_per_sequence = requires {
@@ -236,54 +226,13 @@ class EvictionPolicy : public PolicyState<ObserverT, ScorerT, ScheduleT> {
   }
 
   template <CacheReader Cache>
-  [[nodiscard]] ScheduleState state_of(const Cache& cache, index_t head) const {
-    const index_t tokens = detail::tokens_of(cache, head);
-    const index_t prefix_slots = tokens > 0 ? detail::slot_at_or_behind(cache, head, this->prefix()) : 0;
-    return {tokens, prefix_slots, std::min(protection_.n_recent_kv, tokens - prefix_slots),
-            static_cast<index_t>(next_position_), after_prefill_};
+  [[nodiscard]] auto all_candidates(const Cache& cache) const {
+    return [this, &cache](index_t head) { return this->candidates_of(cache, head); };
   }
 
-  template <CacheReader Cache>
-  [[nodiscard]] Range candidates_of(const Cache& cache, index_t head) const {
-    const ScheduleState state = state_of(cache, head);
-    index_t first = state.prefix;
-    if constexpr (requires { cache.pinned_prefix(); }) first = std::max(first, cache.pinned_prefix());
-    return {first, std::max(first, state.tokens - state.recent)};
-  }
-
-  /// Scores the cache as a whole, or a ragged one head by head.
-  template <CacheReader Cache>
-  [[nodiscard]] Result<ScoreReport> score_as_held(const Cache& cache, const Observations& seen, ScoreMatrix out,
-                                                  Workspace& work) const {
-    if constexpr (detail::is_ragged<Cache>()) {
-      if constexpr (requires { scorer_.needs_all_heads(); })
-        if (scorer_.needs_all_heads())
-          return detail::error(StatusCode::unsupported,
-                               "scores over all heads of a layer: the heads of this cache hold different tokens");
-      ScoreReport total;
-      const index_t rows = shape_.group() * seen.rows;
-      for (index_t h = 0; h < shape_.kv_heads; ++h) {
-        const Observations own{seen.queries + h * rows * seen.dim,
-                               seen.positions.subspan(static_cast<std::size_t>(h * rows), static_cast<std::size_t>(rows)),
-                               shape_.group(),
-                               seen.rows,
-                               seen.dim,
-                               h * shape_.group()};
-        const Result<ScoreReport> part = scorer_.score(detail::HeadReader<Cache>(cache, h), own, candidates_of(cache, h),
-                                                       {out.row(h).data(), 1, cache.num_tokens(h)}, work);
-        if (!part) return part;
-        total.num_non_finite += part->num_non_finite;
-      }
-      return total;
-    } else {
-      static_assert(Scorer<ScorerT, Cache>);
-      return scorer_.score(cache, seen, candidates_of(cache, 0), out, work);
-    }
-  }
-
-  template <CacheReader Cache, class Target>
-  [[nodiscard]] Status select_each(const Cache& cache, ScoreMatrix scores, Workspace& work, KeepPlan& plan,
-                                   Target target) const {
+  template <CacheReader Cache, class Target, class Candidates>
+  [[nodiscard]] Status select_each(const Cache& cache, ScoreMatrix scores, Workspace& work, KeepPlan& plan, Target target,
+                                   Candidates candidates_of_head) const {
     constexpr bool one_set = detail::keeps_one_set<Cache>();
     if (Status s = check_scores(cache, scores, one_set); !s) return s;
     if (Status s = work.require(detail::selection_workspace_size(cache.num_tokens())); !s) return s;
@@ -291,10 +240,10 @@ class EvictionPolicy : public PolicyState<ObserverT, ScorerT, ScheduleT> {
       return detail::error(StatusCode::unsupported, "boundaries (", rules_.boundaries().size(),
                            "): units go whole only from a cache that keeps one set for all heads");
     if (one_set) reduce_heads(scores, shared_reduce_);
-    plan.start(cache.epoch(), cache.num_tokens(), candidates_of(cache, longest_head(cache)));
+    plan.start(cache.epoch(), cache.num_tokens(), candidates_of_head(longest_head(cache)));
     index_t shortfall = 0;
     for (index_t h = 0; h < heads_of(cache); ++h) {
-      const Range candidates = candidates_of(cache, h);
+      const Range candidates = candidates_of_head(h);
       if (!rules_.boundaries().empty()) {
         shortfall = detail::select_units(cache, scores.row(h), candidates, rules_.protected_ranges(), rules_.boundaries(),
                                          target(h), plan, work);
@@ -309,52 +258,16 @@ class EvictionPolicy : public PolicyState<ObserverT, ScorerT, ScheduleT> {
     return {};
   }
 
-  template <CacheReader Cache>
-  [[nodiscard]] Status check_cache(const Cache& cache) const {
-    if (cache.num_kv_heads() != shape_.kv_heads)
-      return detail::invalid("cache has ", cache.num_kv_heads(), " KV heads: shape.kv_heads = ", shape_.kv_heads);
-    if (ObserverT::needs_queries && cache.key_dim() != shape_.head_dim)
-      return detail::invalid("cache has keys of ", cache.key_dim(), ": shape.head_dim = ", shape_.head_dim);
-    return {};
-  }
-
-  template <CacheReader Cache>
-  [[nodiscard]] Status check_scores(const Cache& cache, const ScoreMatrix& scores, bool of_ranks) const {
-    if (Status s = check_cache(cache); !s) return s;
-    const bool heads_fit = scores.heads == shape_.kv_heads ||
-                           (of_ranks && (scores.heads == 1 || (scores.heads > 0 && scores.heads % shape_.kv_heads == 0)));
-    if (heads_fit && scores.tokens == cache.num_tokens()) return {};
-    return detail::invalid("scores are [", scores.heads, "][", scores.tokens, "]: the cache has [", shape_.kv_heads, "][",
-                           cache.num_tokens(), "]");
-  }
-
-  /// Queries can only be moved to where the cache counts them if they are kept before RoPE, and meet rotated keys only.
-  template <CacheReader Cache>
-  [[nodiscard]] Status check_rotary(const Cache& cache) const {
-    if constexpr (requires { cache.reads_unrotated_keys(); })
-      if (!cache.reads_unrotated_keys())
-        return detail::error(StatusCode::unsupported, "position mode: RotatedKeys reads caches of unrotated_keys only");
-    if constexpr (detail::has_position_mode<Cache> && ObserverT::needs_queries) {
-      if (cache.position_mode() == PositionMode::unrotated_keys)
-        return detail::error(StatusCode::unsupported,
-                             "position mode: the keys are not rotated; read them through RotatedKeys(cache, rope)");
-      if (cache.position_mode() != PositionMode::true_positions && rope_.empty())
-        return detail::error(StatusCode::unsupported,
-                             "position mode: a cache that keeps no true positions needs a policy made with a RopeTable");
-    }
-    static_cast<void>(cache);
-    return {};
-  }
-
-  template <CacheReader Cache, class Target>
-  [[nodiscard]] Status plan_to(const Cache& cache, Workspace& work, KeepPlan& plan, Target target) const {
+  template <CacheReader Cache, class Target, class Candidates, class Score>
+  [[nodiscard]] Status plan_to(const Cache& cache, Workspace& work, KeepPlan& plan, Target target, Candidates candidates,
+                               Score score) const {
     const index_t tokens = cache.num_tokens();
     if (Status s = work.require(workspace_size(tokens)); !s) return s;
     const Workspace::Frame frame(work);
     const ScoreMatrix scores{work.take<float>(shape_.kv_heads * tokens).data(), shape_.kv_heads, tokens};
-    const Result<ScoreReport> report = score(cache, scores, work);
+    const Result<ScoreReport> report = score(scores);
     if (!report) return report.status();
-    if (Status s = select_each(cache, scores, work, plan, target); !s) return s;
+    if (Status s = select_each(cache, scores, work, plan, target, candidates); !s) return s;
     plan.report(plan.shortfall(), report->num_non_finite);
     return {};
   }

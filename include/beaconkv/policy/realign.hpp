@@ -239,15 +239,18 @@ requires CacheBuffer<Cache>
   if constexpr (one_pass) {
     const Workspace::Frame frame(work);
     detail::KeyTurner<Cache> turner(cache, rope, work);
-    detail::apply_plan(cache, plan, [&](index_t head, index_t to, index_t from, index_t count) {
-      const auto delta = [&](index_t i) { return to + i - cache.rotary_position(head, from + i); };
-      const index_t last = detail::keeps_one_set<Cache>() ? cache.num_kv_heads() : head + 1;
-      for (index_t h = head; h < last; ++h) {
-        turner.move(h, to, from, count, delta);
-        if (to != from) cache.move_value_rows(h, to, from, count);
-      }
-      cache.move_books(head, to, from, count);
-    });
+    detail::apply_plan(
+        cache, plan,
+        [&](index_t head, index_t to, index_t from, index_t count) {
+          const auto delta = [&](index_t i) { return to + i - cache.rotary_position(head, from + i); };
+          const index_t last = detail::keeps_one_set<Cache>() ? cache.num_kv_heads() : head + 1;
+          for (index_t h = head; h < last; ++h) {
+            turner.move(h, to, from, count, delta);
+            if (to != from) cache.move_value_rows(h, to, from, count);
+          }
+          cache.move_books(head, to, from, count);
+        },
+        SerialExecutor{});
     detail::count_by_slots(cache);
   }
   return {};

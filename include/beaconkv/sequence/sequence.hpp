@@ -10,10 +10,10 @@
 #include <utility>
 #include <vector>
 
+#include "beaconkv/executor.hpp"
 #include "beaconkv/policy/evict.hpp"
 #include "beaconkv/policy/realign.hpp"
 #include "beaconkv/sequence/draft_tokens.hpp"
-#include "beaconkv/sequence/executor.hpp"
 #include "beaconkv/sequence/sequence_options.hpp"
 
 namespace beaconkv::inline v0 {
@@ -288,9 +288,9 @@ class Sequence {
   }
 
   [[nodiscard]] Step evict_layer(index_t layer, Workspace& work) {
-    const Result<EvictionReport> report = detail::evict_by(policy(layer), cache(layer), work, [&](const KeepPlan& plan) {
-      return detail::move_tokens(cache(layer), plan, policy(layer).rope(), work);
-    });
+    const Result<EvictionReport> report = detail::evict_by(
+        policy(layer), work, [&](KeepPlan& plan) { return policy(layer).plan(cache(layer), work, plan); },
+        [&](const KeepPlan& plan) { return detail::move_tokens(cache(layer), plan, policy(layer).rope(), work); });
     if (!report) return {report.status(), {}, 0};
     return {{}, *report, work.plan().unchanged_prefix()};
   }

@@ -2,7 +2,7 @@
 #pragma once
 
 /// \file
-/// How the layers of a sequence are spread over threads: an engine's own pool, OpenMP, or none.
+/// How layers, or the KV heads of one, are spread over threads: an engine's own pool, OpenMP, or none.
 
 #include <concepts>
 
@@ -12,7 +12,7 @@ namespace beaconkv::inline v0 {
 
 /// `run(count, f)` calls `f(i, worker)` once for each `i` in `[0, count)`, in any order and on any thread, and returns when all
 /// are done; two calls at the same time have different `worker` numbers below `num_workers()`. The library creates no threads:
-/// an engine wraps its own pool in such a struct. Layers are independent, so the bits do not depend on the executor.
+/// an engine wraps its own pool in such a struct. Layers and heads are independent, so the bits do not depend on the executor.
 template <class E>
 concept Executor = requires(E& executor, index_t count, void (*f)(index_t, index_t)) {
   { executor.num_workers() } -> std::same_as<index_t>;
