@@ -143,20 +143,21 @@ class QueryRing {
 /// Rotates `row` to one position after another, forming the angles once for all heads of a position.
 class RowRotation {
  public:
-  RowRotation(Workspace& work, const RopeTable* rope) {
-    if (rope != nullptr) cursor_.emplace(*rope, work);
-  }
+  RowRotation(Workspace& work, const RopeTable* rope)
+      : rotates_(rope != nullptr), cursor_(rope != nullptr ? *rope : none_, work) {}
   [[nodiscard]] static WorkspaceSize workspace_size(index_t dim) { return rope_cursor_workspace_size(dim); }
   void at(position_t position) {
-    if (cursor_) rotation_ = cursor_->at(position);
+    if (rotates_) rotation_ = cursor_.at(position);
   }
   void write(const float* row, index_t dim, float* out) const {
     std::copy(row, row + dim, out);
-    if (cursor_) cursor_->table().apply(rotation_, out, static_cast<float>(cursor_->table().attention_factor()));
+    if (rotates_) cursor_.table().apply(rotation_, out, static_cast<float>(cursor_.table().attention_factor()));
   }
 
  private:
-  std::optional<RopeCursor> cursor_{};
+  RopeTable none_{};
+  bool rotates_;
+  RopeCursor cursor_;
   RopeRotation rotation_{};
 };
 

@@ -271,12 +271,13 @@ template <CacheBuffer Cache>
     if (realigns(cache, rope)) return check_compact_and_realign(cache, plan, *rope, work);
   return validate_plan(cache, plan);
 }
-/// `compact_and_realign` where keys are to be turned, else `compact`.
-template <CacheBuffer Cache>
-[[nodiscard]] Status move_tokens(Cache& cache, const KeepPlan& plan, const RopeTable* rope, Workspace& work) {
+/// `compact_and_realign` where keys are to be turned, else `compact`, its heads over threads.
+template <CacheBuffer Cache, class ExecutorT>
+[[nodiscard]] Status move_tokens(Cache& cache, const KeepPlan& plan, const RopeTable* rope, Workspace& work,
+                                 ExecutorT&& executor) {
   if constexpr (RelativeCache<Cache>)
     if (realigns(cache, rope)) return compact_and_realign(cache, plan, *rope, work);
-  return compact(cache, plan);
+  return compact(cache, plan, executor);
 }
 
 }  // namespace detail

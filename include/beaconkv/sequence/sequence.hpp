@@ -14,7 +14,9 @@
 #include "beaconkv/policy/evict.hpp"
 #include "beaconkv/policy/realign.hpp"
 #include "beaconkv/sequence/draft_tokens.hpp"
+#include "beaconkv/sequence/evict_together.hpp"
 #include "beaconkv/sequence/sequence_options.hpp"
+#include "beaconkv/sequence/sliced_eviction.hpp"
 
 namespace beaconkv::inline v0 {
 
@@ -39,6 +41,10 @@ class Sequence {
     if (one_set_for_all && options.layers_per_step != 0)
       return detail::error(StatusCode::unsupported, "layers_per_step = ", options.layers_per_step,
                            ": layers that keep one set evict together");
+    for (const PolicyT& policy : policies)
+      if (options.heads_per_step != 0 && (one_set_for_all || !policy.scores_by_head()))
+        return detail::error(StatusCode::unsupported, "heads_per_step = ", options.heads_per_step,
+                             ": scores of all heads or layers are formed together");
     return Sequence(std::move(policies), std::move(caches), options);
   }
 
@@ -81,7 +87,8 @@ class Sequence {
   /// tokens are tentative. On an error the layers that did evict are consistent, and the error of the first that did not is
   /// reported.
   [[nodiscard]] Result<SequenceReport> evict_where_due() { return evict_where_due(SerialExecutor{}); }
-  /// The same with the layers spread over threads; the same bits whatever the executor.
+  /// The same with the layers spread over threads, or the KV heads of a layer where fewer are due than there are workers; the
+  /// same bits whatever the executor.
   template <class ExecutorT>
   requires Executor<std::remove_cvref_t<ExecutorT>>
   [[nodiscard]] Result<SequenceReport> evict_where_due(ExecutorT&& executor) {
@@ -89,13 +96,24 @@ class Sequence {
       return detail::invalid("executor has ", executor.num_workers(), " workers: options.workers = ", works_.size());
     if (drafts_.size() > 0) return report_of(0);
     if constexpr (one_set_for_all) {
-      return evict_together();
+      return evict_all();
     } else {
+      if (heads_per_step_ > 0) return evict_a_slice(executor);
       const index_t count = pick_due();
-      executor.run(count, [this](index_t i, index_t worker) {
-        const auto l = static_cast<std::size_t>(due_[static_cast<std::size_t>(i)]);
-        steps_[l] = evict_layer(static_cast<index_t>(l), works_[static_cast<std::size_t>(worker)]);
-      });
+      if (count < executor.num_workers()) {  // rather the heads of a layer
+        for (index_t i = 0; i < count; ++i) {
+          const index_t l = due_[static_cast<std::size_t>(i)];
+          const auto plan = [&](KeepPlan& out) { return policy(l).plan(cache(l), works_, out, executor); };
+          steps_[static_cast<std::size_t>(l)] = evict_layer(l, works_[0], plan, executor);
+        }
+      } else {
+        executor.run(count, [this](index_t i, index_t worker) {
+          const index_t l = due_[static_cast<std::size_t>(i)];
+          Workspace& work = works_[static_cast<std::size_t>(worker)];
+          const auto plan = [&](KeepPlan& out) { return policy(l).plan(cache(l), work, out); };
+          steps_[static_cast<std::size_t>(l)] = evict_layer(l, work, plan, SerialExecutor{});
+        });
+      }
       return report_of(count);
     }
   }
@@ -168,11 +186,14 @@ class Sequence {
     drafts_.copy_from(other.drafts_);
     waiting_ = other.waiting_;
     next_ = other.next_;
+    slices_.copy_from(other.slices_);
+    sliced_layer_ = other.sliced_layer_;
     return {};
   }
 
   /// Appends policies, books and rows of all layers to `out`, with version and checksum. Tentative tokens are not saved: accept
-  /// or take them back before. Allocates.
+  /// or take them back before. A layer whose scoring is spread over steps (`heads_per_step`) begins it anew after a load.
+  /// Allocates.
   [[nodiscard]] Status save(std::vector<std::byte>& out) const {
     if (drafts_.size() > 0)
       return detail::error(StatusCode::out_of_order, "save: ", drafts_.size(), " tokens are tentative: accept them before");
@@ -192,6 +213,7 @@ class Sequence {
     std::move(copy.policies_.begin(), copy.policies_.end(), policies_.begin());
     std::move(copy.caches_.begin(), copy.caches_.end(), caches_.begin());
     drafts_.keep(0);
+    slices_.stop();
     waiting_ = copy.waiting_;
     next_ = copy.next_;
     return {};
@@ -213,12 +235,14 @@ class Sequence {
         due_(policies_.size()),
         waiting_(policies_.size()),
         layers_per_step_(options.layers_per_step),
+        heads_per_step_(options.heads_per_step),
         over_layers_(options.over_layers) {
     WorkspaceSize size;
     for (std::size_t l = 0; l < policies_.size(); ++l)
       size = max(size, max(policies_[l].workspace_size(options.capacity), realign_workspace_size(caches_[l].key_dim())));
-    if (one_set_for_all) size.bytes += shared_scores_size(options.capacity).bytes;
+    if (one_set_for_all) size.bytes += detail::shared_scores_size(policies_[0].shape().kv_heads, options.capacity).bytes;
     works_.assign(static_cast<std::size_t>(options.workers), Workspace(size));
+    if (heads_per_step_ > 0) slices_ = {std::span<const PolicyT>(policies_), options.capacity};
     for (index_t m = 0; m < static_cast<index_t>(options.kinds.size()); ++m)
       if (options.kinds[static_cast<std::size_t>(m)] == LayerKind::global) model_layers_.push_back(m);
     for (index_t l = 0; options.kinds.empty() && l < num_layers(); ++l) model_layers_.push_back(l);
@@ -234,14 +258,6 @@ class Sequence {
     for (index_t l = 0; l < num_layers(); ++l) width = std::max(width, width_of(l));
     return width;
   }
-  /// The scores of a layer, and what all layers come to.
-  [[nodiscard]] WorkspaceSize shared_scores_size(index_t tokens) const {
-    return detail::measure([&](Workspace& work) {
-      static_cast<void>(work.take<float>(policies_[0].shape().kv_heads * tokens));
-      static_cast<void>(work.take<float>(tokens));
-    });
-  }
-
   [[nodiscard]] Status take_draft(index_t layer, std::span<const float> queries, position_t position, bool rotated) {
     if (layer < 0 || layer >= num_layers()) return detail::invalid("layer = ", layer, ": must be below ", num_layers());
     if (position < drafts_.next_position(layer))
@@ -287,10 +303,11 @@ class Sequence {
     return count;
   }
 
-  [[nodiscard]] Step evict_layer(index_t layer, Workspace& work) {
-    const Result<EvictionReport> report = detail::evict_by(
-        policy(layer), work, [&](KeepPlan& plan) { return policy(layer).plan(cache(layer), work, plan); },
-        [&](const KeepPlan& plan) { return detail::move_tokens(cache(layer), plan, policy(layer).rope(), work); });
+  template <class MakePlan, class ExecutorT>
+  [[nodiscard]] Step evict_layer(index_t layer, Workspace& work, MakePlan make_plan, ExecutorT&& executor) {
+    const Result<EvictionReport> report = detail::evict_by(policy(layer), work, make_plan, [&](const KeepPlan& plan) {
+      return detail::move_tokens(cache(layer), plan, policy(layer).rope(), work, executor);
+    });
     if (!report) return {report.status(), {}, 0};
     return {{}, *report, work.plan().unchanged_prefix()};
   }
@@ -311,52 +328,46 @@ class Sequence {
     return total;
   }
 
-  /// One set for all layers: scored layer by layer, reduced over heads and layers, chosen once.
-  [[nodiscard]] Result<SequenceReport> evict_together() {
+  [[nodiscard]] Result<SequenceReport> evict_all() {
     const index_t tokens = cache(0).num_tokens();
     for (index_t l = 1; l < num_layers(); ++l)
       if (cache(l).num_tokens() != tokens)
         return detail::error(StatusCode::out_of_order, "layer ", l, " holds ", cache(l).num_tokens(), " tokens and layer 0 ",
                              tokens, ": they keep one set");
     note_due(0);
-    SequenceReport total{.unchanged_prefix = tokens};
     const bool due = waiting_[0] != 0;
     std::fill(waiting_.begin(), waiting_.end(), std::uint8_t{0});
-    if (!due) return total;
-    Workspace& work = works_[0];
-    if (Status s = work.require(shared_scores_size(tokens)); !s) return s;
-    const Workspace::Frame frame(work);
-    const index_t heads = policy(0).shape().kv_heads;
-    const ScoreMatrix of_layer{work.take<float>(heads * tokens).data(), heads, tokens};
-    const ScoreMatrix shared{work.take<float>(tokens).data(), 1, tokens};
-    for (index_t l = 0; l < num_layers(); ++l) {
-      const Result<ScoreReport> report = policy(l).score(cache(l), of_layer, work);
-      if (!report) return report.status();
-      total.num_non_finite += report->num_non_finite;
-      reduce_heads(of_layer, policy(l).shared_reduce());
-      const std::span<float> sum = shared.row(0);
-      const std::span<const float> own = of_layer.row(0);
-      for (std::size_t j = 0; j < sum.size(); ++j)
-        sum[j] = l == 0 ? own[j] : (over_layers_ == Reduce::max ? detail::max_or_nan(sum[j], own[j]) : sum[j] + own[j]);
-    }
-    if (over_layers_ == Reduce::mean)
-      for (float& x : shared.row(0)) x /= static_cast<float>(num_layers());
-    KeepPlan& plan = work.plan();
-    if (Status s = policy(0).select(cache(0), shared, work, plan); !s) return s;
-    total.unchanged_prefix = plan.unchanged_prefix();
-    for (index_t l = 0; l < num_layers(); ++l) {  // none may refuse once another has evicted
-      if (Status s = plan.readdress(cache(l)); !s) return s;
-      if (Status s = detail::check_move(cache(l), plan, policy(l).rope(), work); !s) return s;
-    }
-    for (index_t l = 0; l < num_layers(); ++l) {
-      if (Status s = plan.readdress(cache(l)); !s) return s;
-      if (Status s = detail::move_tokens(cache(l), plan, policy(l).rope(), work); !s) return s;
-      if (Status s = policy(l).commit(plan); !s) return s;
-      ++total.layers;
-      total.evicted += plan.num_evicted(0);
-    }
-    return total;
+    if (!due) return SequenceReport{.unchanged_prefix = tokens};
+    return detail::evict_together(std::span(policies_), std::span(caches_), over_layers_, works_[0]);
   }
+
+  /// The next slice of the eviction that is in progress, or the first one of the next layer that is due.
+  template <Executor ExecutorT>
+  [[nodiscard]] Result<SequenceReport> evict_a_slice(ExecutorT& executor) {
+    for (index_t l = 0; l < num_layers(); ++l) note_due(l);
+    if (!waits(sliced_layer_)) slices_.stop();
+    if (!slices_.active()) {
+      index_t ahead = 0;
+      while (ahead < num_layers() && !waits((next_ + ahead) % num_layers())) ++ahead;
+      if (ahead == num_layers()) return report_of(0);
+      sliced_layer_ = (next_ + ahead) % num_layers();
+    }
+    const index_t layer = sliced_layer_;
+    if (!slices_.active() || !slices_.intact(cache(layer)))
+      if (Status s = slices_.begin(policy(layer), cache(layer), works_[0]); !s) return s;
+    if (!slices_.all_scored(policy(layer))) {
+      if (Status s = slices_.advance(policy(layer), cache(layer), heads_per_step_, works_, executor); !s) return s;
+      return report_of(0);
+    }
+    steps_[static_cast<std::size_t>(layer)] = evict_layer(
+        layer, works_[0], [&](KeepPlan& plan) { return slices_.plan(policy(layer), cache(layer), works_[0], plan); }, executor);
+    slices_.stop();
+    waiting_[static_cast<std::size_t>(layer)] = 0;
+    next_ = (layer + 1) % num_layers();
+    due_[0] = layer;
+    return report_of(1);
+  }
+  [[nodiscard]] bool waits(index_t layer) const noexcept { return waiting_[static_cast<std::size_t>(layer)] != 0; }
 
   template <class Archive>
   void exchange_state(Archive& archive) {
@@ -385,7 +396,10 @@ class Sequence {
   std::vector<index_t> due_;
   std::vector<std::uint8_t> waiting_;  // whether each layer is to evict when its turn comes
   index_t layers_per_step_;
+  index_t heads_per_step_;
   Reduce over_layers_;
+  detail::SlicedEviction<PolicyT, CacheT> slices_;  // of the layer below, where heads_per_step_ is set
+  index_t sliced_layer_ = 0;
   index_t next_ = 0;
 };
 

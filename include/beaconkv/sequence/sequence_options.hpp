@@ -23,6 +23,10 @@ struct SequenceOptions {
   /// The most layers that evict in one call: the others stay due and come next, so that no decode step pays for all. Their
   /// caches need room for as many tokens more as it takes to come round. 0: all at once.
   index_t layers_per_step = 0;
+  /// The most KV heads of a layer that are scored in one call: then layers evict one after the other, each in as many calls as
+  /// it takes to score its heads and one more that moves the rows. The queries are those of the first of these calls; tokens
+  /// that come meanwhile stay, and the caches need room for them. 0: a layer evicts in one call.
+  index_t heads_per_step = 0;
   Reduce over_layers = Reduce::mean;  ///< how layers that keep one set together agree (`Granularity::per_sequence`)
 };
 
@@ -48,6 +52,10 @@ struct SequenceReport {
   if (options.workers < 1) return detail::invalid("workers = ", options.workers, ": must be at least 1");
   if (options.layers_per_step < 0)
     return detail::invalid("layers_per_step = ", options.layers_per_step, ": must not be negative");
+  if (options.heads_per_step < 0) return detail::invalid("heads_per_step = ", options.heads_per_step, ": must not be negative");
+  if (options.heads_per_step > 0 && options.layers_per_step > 1)
+    return detail::invalid("layers_per_step = ", options.layers_per_step, ": with heads_per_step = ", options.heads_per_step,
+                           " layers evict one at a time");
   return {};
 }
 
