@@ -3,7 +3,7 @@
 # What only our own programs get: warnings, sanitizers, ccache. Nothing here reaches the beaconkv target or a project that uses it.
 
 option(BEACONKV_HARDEN "Keep assertions on in our own programs in every build type, the standard library's too" OFF)
-option(BEACONKV_SANITIZE "Build our own programs with AddressSanitizer and UndefinedBehaviorSanitizer" OFF)
+set(BEACONKV_SANITIZE "" CACHE STRING "Build our own programs with these sanitizers: \"address,undefined\" or \"thread\"")
 
 find_program(BEACONKV_CCACHE ccache)
 mark_as_advanced(BEACONKV_CCACHE)
@@ -22,8 +22,8 @@ if(BEACONKV_HARDEN)
 endif()
 if(BEACONKV_SANITIZE)
   # Without -fno-sanitize-recover an undefined operation prints a line and the program still exits with 0.
-  target_compile_options(beaconkv_own_flags INTERFACE -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer)
-  target_link_options(beaconkv_own_flags INTERFACE -fsanitize=address,undefined)
+  target_compile_options(beaconkv_own_flags INTERFACE -fsanitize=${BEACONKV_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer)
+  target_link_options(beaconkv_own_flags INTERFACE -fsanitize=${BEACONKV_SANITIZE})
   # g++ 12 then sees uninitialized variables inside libstdc++'s <regex>, which Catch2 uses. The other builds keep the warning.
   target_compile_options(beaconkv_own_flags INTERFACE $<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized>)
 endif()

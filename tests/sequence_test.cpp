@@ -1,13 +1,12 @@
 // beaconkv: KV-cache eviction policies. SPDX-License-Identifier: MIT
 #include "beaconkv/sequence/sequence.hpp"
 
-#include <atomic>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "support/counting_allocator.hpp"
 #include "support/sequence_run.hpp"
+#include "support/workers.hpp"
 
 using namespace beaconkv;
 using namespace beaconkv::test;
@@ -436,61 +435,6 @@ TEST_CASE("[I5] beams of sequences: the state of the source, then diverging appe
       }
     for (std::size_t i = 0; i < beams.size(); ++i) REQUIRE((state_of(beams[i]) == state_of(*references[i])));
   }
-}
-
-namespace {
-
-/// As an engine wraps its pool: as many threads as workers, each taking the next piece. In a shuffled order.
-struct Workers {
-  index_t workers;
-  [[nodiscard]] index_t num_workers() const noexcept { return workers; }
-  template <class F>
-  void run(index_t count, F&& f) const {
-    std::atomic<index_t> next{0};
-    std::vector<std::thread> threads;
-    for (index_t w = 0; w < workers; ++w)
-      threads.emplace_back([&, w] {
-        for (index_t i = next++; i < count; i = next++) f(count - 1 - i, w);
-      });
-    for (std::thread& t : threads) t.join();
-  }
-};
-
-}  // namespace
-
-TEST_CASE("[L3] any number of threads keeps the same tokens and bits", "[L3]") {
-  Random random;
-  CAPTURE(random.seed());
-  for_each_policy([&](const char* name, const auto& policy) {
-    INFO(name);
-    using PolicyT = std::decay_t<decltype(policy)>;
-    constexpr index_t layers = 7;
-    const LayersOptions options{.sequence = {.workers = 8}};
-    std::vector<Layers<PolicyT>> all;
-    for (index_t i = 0; i < 5; ++i) all.emplace_back(policy, layers, options);
-    LayerStreams streams(random, layers);
-    const std::vector<LayerTokens> prompt = streams.next(0, 40);
-    for (auto& s : all) prefill(*s, prompt);
-    index_t evictions = 0;
-    for (position_t p = 40; p < 80; ++p) {
-      const SequenceReport serial = evict_due(*all[0]);
-      evictions += serial.layers;
-      for (std::size_t i = 1; i < all.size(); ++i) {
-        constexpr index_t workers[] = {0, 1, 2, 3, 8};
-        const SequenceReport r = require_value(all[i]->evict_where_due(Workers{workers[i]}));
-        REQUIRE(r.layers == serial.layers);
-        REQUIRE(r.evicted == serial.evicted);
-        REQUIRE(r.unchanged_prefix == serial.unchanged_prefix);
-      }
-      const LayerTokens tokens = streams.next(p);
-      for (auto& s : all) decode(*s, tokens);
-    }
-    for (std::size_t i = 1; i < all.size(); ++i) REQUIRE((state_of(*all[i]) == state_of(*all[0])));
-    REQUIRE(evictions >= 3 * layers);
-    const Bytes before = state_of(*all[0]);
-    check_invalid(all[0]->evict_where_due(Workers{9}).status(), {"9 workers", "options.workers = 8"});
-    REQUIRE((state_of(*all[0]) == before));
-  });
 }
 
 TEST_CASE("an eviction that fails is reported for the first layer, and the others are done") {

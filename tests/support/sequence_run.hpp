@@ -85,10 +85,9 @@ class LayerStreams {
   std::vector<Stream> streams_;
 };
 
-/// Keys and values of one token of one layer. Allocates nothing.
-template <class S>
-[[nodiscard]] Status try_append(S& sequence, index_t layer, const Token& token) {
-  auto& cache = sequence.cache(layer);
+/// Keys and values of one token. Allocates nothing.
+template <CacheBuffer Cache>
+[[nodiscard]] Status try_append(Cache& cache, const Token& token) {
   if (Status s = cache.append(token.position); !s) return s;
   for (index_t h = 0; h < cache.num_kv_heads(); ++h) {
     const index_t slot = detail::tokens_of(cache, h) - 1;
@@ -96,6 +95,10 @@ template <class S>
     cache.store_value(h, slot, token.values.data() + h * cache.value_dim());
   }
   return {};
+}
+template <class S>
+[[nodiscard]] Status try_append(S& sequence, index_t layer, const Token& token) {
+  return try_append(sequence.cache(layer), token);
 }
 
 /// A decoded token, to all layers.

@@ -162,6 +162,17 @@ struct WordsOf<16> {
   using Type = Word16;
 };
 
+/// The sums of all numbers that are a multiple of four apart.
+BEACONKV_KERNEL void fold(Int4& four, const Int4& all) noexcept { four = all; }
+BEACONKV_KERNEL void fold(Int4& four, const Int8& all) noexcept {
+  four = __builtin_shufflevector(all, all, 0, 1, 2, 3) + __builtin_shufflevector(all, all, 4, 5, 6, 7);
+}
+BEACONKV_KERNEL void fold(Int4& four, const Int16& all) noexcept {
+  const Int8 eight = __builtin_shufflevector(all, all, 0, 1, 2, 3, 4, 5, 6, 7) +
+                     __builtin_shufflevector(all, all, 8, 9, 10, 11, 12, 13, 14, 15);
+  fold(four, eight);
+}
+
 /// One bit for each of the sixteen comparisons `low <= x[i] && x[i] <= high`. As one comparison: g++ takes two apart.
 template <class Isa>
 BEACONKV_KERNEL void bits_within(std::uint32_t& bits, const std::int32_t* x, std::int32_t low, std::int32_t high) noexcept {
@@ -182,19 +193,11 @@ BEACONKV_KERNEL void bits_within(std::uint32_t& bits, const std::int32_t* x, std
     sum |= (shifted <= most) & weight;
   }
   Int4 four;
-  if constexpr (Isa::width == 16) {
-    const Int8 eight = __builtin_shufflevector(sum, sum, 0, 1, 2, 3, 4, 5, 6, 7) |
-                       __builtin_shufflevector(sum, sum, 8, 9, 10, 11, 12, 13, 14, 15);
-    four = __builtin_shufflevector(eight, eight, 0, 1, 2, 3) | __builtin_shufflevector(eight, eight, 4, 5, 6, 7);
-  } else if constexpr (Isa::width == 8) {
-    four = __builtin_shufflevector(sum, sum, 0, 1, 2, 3) | __builtin_shufflevector(sum, sum, 4, 5, 6, 7);
-  } else {
-    four = sum;
-  }
+  fold(four, sum);
   std::uint64_t half[2];
   bits_of(half, four);
-  const std::uint64_t both = half[0] | half[1];
-  bits = static_cast<std::uint32_t>(both | both >> 32U);
+  const std::uint64_t both = half[0] + half[1];
+  bits = static_cast<std::uint32_t>(both + (both >> 32U));
 }
 
 /// Writes the places `i` in `[first, last)` with `low <= x[i] <= high` to `out`, ascending; stops after `room` of them.
@@ -234,7 +237,7 @@ struct FindNth {
   template <class Isa>
   BEACONKV_KERNEL void run(const std::int32_t* x, index_t n, std::int32_t value, index_t count, index_t* behind) noexcept {
     using Ints = typename Isa::Ints;
-    constexpr index_t step = 64;
+    constexpr index_t step = 128;
     index_t i = 0;
     index_t left = count;
     for (; i + step <= n; i += step) {
@@ -244,10 +247,9 @@ struct FindNth {
         load(v, x + i + at);
         sum -= v == value;
       }
-      std::int32_t lane[Isa::width];
-      store(lane, sum);
-      std::int32_t here = 0;
-      BEACONKV_UNROLL for (index_t l = 0; l < Isa::width; ++l) here += lane[l];
+      Int4 four;
+      fold(four, sum);
+      const index_t here = index_t{four[0]} + four[1] + four[2] + four[3];
       if (left <= here) break;
       left -= here;
     }
