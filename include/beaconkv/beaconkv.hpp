@@ -15,6 +15,7 @@
 #include "beaconkv/archive.hpp"
 #include "beaconkv/config.hpp"
 #include "beaconkv/keep_plan.hpp"
+#include "beaconkv/kernel/copy.hpp"
 #include "beaconkv/kernel/instruction_set.hpp"
 #include "beaconkv/kernel/rotation.hpp"
 #include "beaconkv/kernel/vector.hpp"
