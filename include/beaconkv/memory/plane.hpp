@@ -230,6 +230,15 @@ void move_rows(const Plane<T>& plane, index_t first, index_t last, index_t to, i
   }
 }
 
+/// Whether a row lies at the same addresses in both.
+template <class T>
+[[nodiscard]] bool same_memory(const Plane<T>& a, const Plane<T>& b, index_t head, index_t token) noexcept {
+  for (const Plane<T>* const p : {&a, &b})
+    if (p->page_size > 0 && p->pages[token / p->page_size] < 0) return false;
+  if (a.row(head, token) != b.row(head, token) || a.stride.dim != b.stride.dim) return false;
+  return !a.scales.per_row() || a.scale(head, token) == b.scale(head, token);
+}
+
 /// Whether rows can be copied between the two as bytes.
 template <class T>
 [[nodiscard]] Status same_rows(const Plane<T>& a, const Plane<T>& b, const char* name) {
