@@ -806,7 +806,8 @@ TEMPLATE_TEST_CASE("[I1] copy_from is a deep copy between any two layouts", "[I1
       to.cache.copy_from(from.cache).or_throw();
       REQUIRE(same(11));
       REQUIRE(to.cache.next_position() == from.cache.next_position());
-      REQUIRE(to.cache.pinned_prefix() == 2);
+      REQUIRE(to.cache.pinned_prefix() == 0);  // memory of its own is shared with nobody
+      REQUIRE(from.cache.pinned_prefix() == 2);
       REQUIRE(to.keys.fillers_untouched());
       REQUIRE(to.values.fillers_untouched());
       REQUIRE(to.cache.rollback(4).or_throw() == 4);
@@ -822,6 +823,89 @@ TEMPLATE_TEST_CASE("[I1] copy_from is a deep copy between any two layouts", "[I1
       REQUIRE(to.cache.num_tokens() == 7);
       REQUIRE(to.cache.epoch() == epoch);
     }
+}
+
+TEST_CASE("[I3] a copy never writes a pinned prefix: it is the same memory, or refused with nothing changed", "[I3]") {
+  // Three pages of memory in one pool, the first of them read-only; keys and values of a token lie in one page.
+  const auto bytes = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  void* const memory = mmap(nullptr, 4 * bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  REQUIRE(memory != MAP_FAILED);
+  auto* const floats = static_cast<float*>(memory);
+  const auto row = static_cast<index_t>(bytes / sizeof(float) / 8);  // of four tokens a page
+  for (index_t i = 0; i < 4 * 8 * row; ++i) floats[i] = static_cast<float>(i);
+  const auto cache_of = [&](const std::vector<std::int32_t>& pages, index_t first_value = 0) {
+    Plane<float> keys{.base = floats,
+                      .stride = {8 * row, row, row, 1},
+                      .heads = 1,
+                      .dim = row,
+                      .capacity = 8,
+                      .page_size = 4,
+                      .pages = pages.data(),
+                      .num_pages = 4};
+    Plane<float> values = keys;
+    values.base += first_value + 4 * row;
+    return PlaneCache<float>::make(keys, values).or_throw();
+  };
+  const std::vector<std::int32_t> pages_a{0, 1};
+  const std::vector<std::int32_t> pages_b{0, 2};
+  const std::vector<std::int32_t> pages_c{3, -1};
+  REQUIRE(mprotect(memory, bytes, PROT_READ) == 0);
+  auto a = cache_of(pages_a);
+  auto b = cache_of(pages_b);
+  auto c = cache_of(pages_c);
+  a.append_run(0, 7).or_throw();
+  a.set_pinned_prefix(4).or_throw();
+  b.append_run(0, 5).or_throw();
+  b.set_pinned_prefix(4).or_throw();
+  b.copy_from(a).or_throw();  // the pinned page is not written
+  CHECK(b.num_tokens() == 7);
+  CHECK(b.pinned_prefix() == 4);
+  CHECK(floats[2 * 8 * row] == floats[8 * row]);
+  CHECK(b.values(0, 6, 1, nullptr).row(0)[1] == a.values(0, 6, 1, nullptr).row(0)[1]);
+
+  // A cache with no pin of its own takes over what it shares, and not more.
+  b.set_pinned_prefix(0).or_throw();
+  a.set_pinned_prefix(6).or_throw();
+  b.copy_from(a).or_throw();
+  CHECK(b.pinned_prefix() == 4);
+  CHECK(a.pinned_prefix() == 6);
+
+  // Other memory: refused where it is pinned, and free where not.
+  c.append_run(0, 4).or_throw();
+  c.set_pinned_prefix(2).or_throw();
+  a.truncate(4);
+  const std::vector<float> before(floats, floats + 4 * 8 * row);
+  const std::uint64_t epoch = c.epoch();
+  check_error(c.check_copy_from(a), StatusCode::unsupported, {"copy_from", "slot 0", "pinned prefix of 2"});
+  check_error(c.copy_from(a), StatusCode::unsupported, {"copy_from", "slot 0", "pinned prefix of 2"});
+  CHECK(same_bits(before, std::span<const float>(floats, before.size())));
+  CHECK(c.epoch() == epoch);
+  CHECK(c.pinned_prefix() == 2);
+  c.set_pinned_prefix(0).or_throw();
+  c.copy_from(a).or_throw();
+  CHECK(c.pinned_prefix() == 0);
+  CHECK(floats[3 * 8 * row] == floats[0]);
+
+  // The same pages with fewer tokens than are pinned, or with other values, are not the same prefix.
+  auto fewer = cache_of(pages_a);
+  fewer.append_run(0, 3).or_throw();
+  b.set_pinned_prefix(4).or_throw();
+  check_error(b.copy_from(fewer), StatusCode::unsupported, {"slot 3", "pinned prefix of 4"});
+  auto other_values = cache_of(pages_a, 16);
+  other_values.append_run(0, 4).or_throw();
+  check_error(b.copy_from(other_values), StatusCode::unsupported, {"slot 0", "pinned prefix of 4"});
+  auto same = cache_of(pages_a);
+  same.append_run(0, 4).or_throw();
+  CHECK(b.copy_from(same).ok());
+  CHECK(munmap(memory, 4 * bytes) == 0);
+}
+
+TEST_CASE("[I3] a cache that gives memory back keeps its pins") {
+  OwningCache<float> memory({.query_heads = 1, .kv_heads = 1, .head_dim = 1}, 8);
+  memory.view().append_run(0, 5).or_throw();
+  memory.view().set_pinned_prefix(3).or_throw();
+  memory.shrink(6).or_throw();
+  CHECK(memory.view().pinned_prefix() == 3);
 }
 
 TEMPLATE_TEST_CASE("follow does to the books what compact does, and nothing to the rows", "", Floats, Halves, SharedMixed) {

@@ -4,6 +4,7 @@
 
 #include "beaconkv/policy/realign.hpp"
 
+#include <cstring>
 #include <vector>
 
 #include "beaconkv/policy/recent_window.hpp"
@@ -239,4 +240,188 @@ TEST_CASE("realign_keys refuses what does not fit, before a key is changed", "[r
       allocations_of([&] { static_cast<void>(realign_keys(cache.view(), 0, from, to, rope, work)); });
   REQUIRE(allocations == 0);
   REQUIRE_FALSE(cache.state() == before);
+}
+
+namespace {
+
+template <class K, class V, Granularity G>
+struct Relative {
+  using Cache = LayoutCache<K, V, G>;
+  static constexpr bool one_set = G == Granularity::per_layer;
+
+  /// The same cache for the same seed.
+  Relative(Layout layout, std::uint32_t seed)
+      : random(seed), cache(layout, 2, 64, 32, 24, random, PositionMode::cache_relative) {
+    append(random.integer(1, 20));
+  }
+  void append(index_t count) {
+    for (index_t i = 0; i < count; ++i) {
+      require_ok(cache.cache.append(cache.cache.next_position() + random.integer(0, 3)));
+      for (index_t h = 0; h < 2; ++h) {
+        cache.keys.write(h, cache.cache.num_tokens() - 1, random.normals(64));
+        cache.values.write(h, cache.cache.num_tokens() - 1, random.normals(32));
+      }
+    }
+  }
+  [[nodiscard]] KeepPlan plan() {
+    const index_t tokens = cache.cache.num_tokens();
+    const index_t kept = random.integer(0, 3) == 0 ? tokens : random.integer(0, tokens);
+    std::vector<std::vector<slot_t>> sets{random.subset(kept, tokens)};
+    if (!one_set && random.coin()) sets.push_back(random.subset(kept, tokens));
+    const std::vector<std::span<const slot_t>> views(sets.begin(), sets.end());
+    KeepPlan plan;
+    require_ok(plan.assign(cache.cache, views));
+    return plan;
+  }
+
+  Random random;
+  Cache cache;
+};
+
+template <class T>
+bool same_memory(const LayoutPlane<T>& a, const LayoutPlane<T>& b) {
+  return std::memcmp(a.memory().data(), b.memory().data(), a.memory().size() * sizeof(T)) == 0 &&
+         same_bits(a.scales(), b.scales());
+}
+
+template <class K, class V, Granularity G>
+void compare_passes(Random& random) {
+  const RopeTable rope(
+      make_rope(64, random.coin() ? RopeLayout::half : RopeLayout::interleaved, random.coin() ? 64 : 40).options);
+  Workspace work(realign_workspace_size(64));
+  for (const Layout layout : all_layouts)
+    for (index_t round = 0; round < 6; ++round) {
+      const auto seed = static_cast<std::uint32_t>(random.integer(0, 1 << 30));
+      CAPTURE(static_cast<int>(layout), round, seed);
+      Relative<K, V, G> one(layout, seed);
+      Relative<K, V, G> two(layout, seed);
+      for (index_t step = 0; step < 3; ++step) {
+        if (one.random.coin()) {  // keys that an earlier eviction left where they were
+          require_ok(compact(one.cache.cache, one.plan()));
+          static_cast<void>(two.random.coin());
+          require_ok(compact(two.cache.cache, two.plan()));
+        } else {
+          static_cast<void>(two.random.coin());
+        }
+        const index_t more = std::min<index_t>(3, 24 - one.cache.cache.num_tokens());
+        one.append(more);
+        two.append(more);
+        Status status;
+        const KeepPlan plan = one.plan();
+        REQUIRE(allocations_of([&] { status = compact_and_realign(one.cache.cache, plan, rope, work); }) == 0);
+        require_ok(status);
+        require_ok(compact(two.cache.cache, two.plan()));
+        require_ok(realign_to_slots(two.cache.cache, rope, work));
+        REQUIRE(same_memory(one.cache.keys, two.cache.keys));
+        REQUIRE(same_memory(one.cache.values, two.cache.values));
+        const auto& a = one.cache.cache;
+        const auto& b = two.cache.cache;
+        REQUIRE(a.num_tokens() == b.num_tokens());
+        REQUIRE(a.next_position() == b.next_position());
+        REQUIRE(a.next_rotary_position() == a.num_tokens());
+        REQUIRE(a.num_undoable() == b.num_undoable());
+        for (index_t h = 0; h < 2; ++h)
+          for (index_t s = 0; s < a.num_tokens(); ++s) {
+            REQUIRE(a.position(h, s) == b.position(h, s));
+            REQUIRE(a.rotary_position(h, s) == s);
+          }
+      }
+    }
+}
+
+}  // namespace
+
+TEST_CASE("compact_and_realign does in one pass what two do, bit for bit, in every storage type and layout", "[realign]") {
+  Random random;
+  CAPTURE(random.seed());
+  compare_passes<float, float, Granularity::per_head>(random);
+  compare_passes<float, bfloat16, Granularity::per_layer>(random);
+  compare_passes<bfloat16, float, Granularity::per_head>(random);
+  compare_passes<float16, float16, Granularity::per_layer>(random);
+  compare_passes<q8_0, q8_0, Granularity::per_head>(random);
+  compare_passes<std::int8_t, float8_e4m3, Granularity::per_head>(random);
+  compare_passes<float8_e5m2, std::int8_t, Granularity::per_layer>(random);
+}
+
+TEST_CASE("compact_and_realign turns latent rows once", "[realign]") {
+  Random random;
+  CAPTURE(random.seed());
+  const RopeTable rope({.head_dim = 16, .rotary_first = 12});
+  Workspace work(realign_workspace_size(16));
+  std::vector<float> rows = random.normals(16 * 10);
+  std::vector<float> others = rows;
+  const std::vector<slot_t> kept{0, 3, 4, 7, 9};
+  const std::span<const slot_t> sets[] = {kept};
+  KeepPlan plan;
+  auto one =
+      PlaneCache<float>::make_latent(head_major_plane(rows.data(), 1, 16, 10), 12, PositionMode::cache_relative).or_throw();
+  auto two =
+      PlaneCache<float>::make_latent(head_major_plane(others.data(), 1, 16, 10), 12, PositionMode::cache_relative).or_throw();
+  for (auto* cache : {&one, &two}) require_ok(cache->append_run(0, 10));
+  require_ok(plan.assign(one, sets));
+  require_ok(compact_and_realign(one, plan, rope, work));
+  require_ok(plan.assign(two, sets));
+  require_ok(compact(two, plan));
+  require_ok(realign_to_slots(two, rope, work));
+  REQUIRE(same_bits(rows, others));
+}
+
+TEMPLATE_TEST_CASE("compact_and_realign refuses what one of the two would, before anything changes", "[realign]", float8_e4m3,
+                   float8_e5m2) {
+  constexpr float top = largest_before_scale<TestType>;
+  std::vector<TestType> keys(2 * 6);
+  std::vector<TestType> values(2 * 6);
+  float scale = 2.0F;
+  const RopeTable rope({.head_dim = 2});
+  auto cache =
+      PlaneCache<TestType>::make(with_scale(head_major_plane(keys.data(), 1, 2, 6), &scale),
+                                 with_scale(head_major_plane(values.data(), 1, 2, 6), &scale), PositionMode::cache_relative)
+          .or_throw();
+  const float large[] = {2 * top, 2 * top};  // a turn by 45 degrees would make one of them larger
+  const float small[] = {1.0F, 2.0F};
+  require_ok(cache.append_run(0, 6));
+  for (index_t s = 0; s < 6; ++s) cache.store_key(0, s, s == 4 ? large : small);
+  const std::vector<TestType> before = keys;
+  Workspace work(realign_workspace_size(2));
+  KeepPlan plan;
+  const auto plan_of = [&](const std::vector<slot_t>& kept) -> const KeepPlan& {
+    const std::span<const slot_t> sets[] = {kept};
+    require_ok(plan.assign(cache, sets));
+    return plan;
+  };
+  const std::uint64_t epoch = cache.epoch();
+  check_error(compact_and_realign(cache, plan_of({0, 2, 4, 5}), rope, work), StatusCode::unsupported,
+              {"head 0, slot 4", "shared scale"});
+  check_invalid(compact_and_realign(cache, plan_of({0, 2}), RopeTable({.head_dim = 4}), work), {"rope.head_dim = 4", "2"});
+  Workspace less(WorkspaceSize{realign_workspace_size(2).bytes - 1, 0, 0});
+  check_error(compact_and_realign(cache, plan_of({0, 2}), rope, less), StatusCode::workspace_too_small, {"workspace"});
+  require_ok(cache.set_pinned_prefix(1));
+  check_invalid(compact_and_realign(cache, plan_of({1, 2}), rope, work), {"pinned prefix of 1"});
+  cache.set_rotary_position(0, 0, 3);
+  check_error(compact_and_realign(cache, plan_of({0, 2}), rope, work), StatusCode::unsupported,
+              {"compact_and_realign", "slot 0", "pinned prefix of 1"});
+  cache.set_rotary_position(0, 0, 0);
+  require_ok(cache.set_pinned_prefix(0));
+  CHECK(std::memcmp(keys.data(), before.data(), keys.size() * sizeof(TestType)) == 0);
+  CHECK(cache.epoch() == epoch);
+  CHECK(cache.num_tokens() == 6);
+  require_ok(compact_and_realign(cache, plan_of({0, 2, 5}), rope, work));  // the large key goes
+  CHECK(cache.num_tokens() == 3);
+  check_error(compact_and_realign(cache, plan, rope, work), StatusCode::stale_plan, {"6 tokens, now 3"});
+
+  OwningCache<float> plain({.query_heads = 1, .kv_heads = 1, .head_dim = 2}, 4);
+  require_ok(plain.view().append_run(0, 4));
+  const std::vector<slot_t> kept{1, 2};
+  const std::span<const slot_t> sets[] = {kept};
+  require_ok(plan.assign(plain.view(), sets));
+  check_error(compact_and_realign(plain.view(), plan, rope, work), StatusCode::unsupported, {"true positions"});
+  CHECK(plain.view().num_tokens() == 4);
+
+  OwningCache<float> unrotated({.query_heads = 1, .kv_heads = 1, .head_dim = 2}, 4,
+                               {.positions = PositionMode::unrotated_keys});
+  require_ok(unrotated.view().append_run(0, 4));
+  unrotated.view().store_key(0, 2, small);
+  require_ok(plan.assign(unrotated.view(), sets));
+  require_ok(compact_and_realign(unrotated.view(), plan, rope, work));
+  CHECK(unrotated.view().keys(0, 1, 1, nullptr).row(0)[1] == 2.0F);
 }

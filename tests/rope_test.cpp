@@ -427,6 +427,184 @@ TEST_CASE("A key moves from one table to another") {
   CHECK(same_bits(moved, before));
 }
 
+/// Calls `f` under each instruction set of this machine.
+template <class F>
+void for_each_instruction_set(F f) {
+  const InstructionSet before = instruction_set();
+  for (const InstructionSet set : {InstructionSet::baseline, InstructionSet::avx2, InstructionSet::avx512}) {
+    if (!use_instruction_set(set)) continue;
+    INFO(name_of(set));
+    f(set);
+  }
+  REQUIRE(use_instruction_set(before).ok());
+}
+
+TEST_CASE("A rotation is exact to the rounding of a float, and the same bits whichever way it is formed") {
+  Random random;
+  CAPTURE(random.seed());
+  for (const index_t dim : {2, 6, 30, 32, 34, 66, 128, 256, 260, 300}) {
+    const RopeTable table(options(dim));
+    Workspace work(rope_cursor_workspace_size(dim));
+    std::vector<float> scratch(static_cast<std::size_t>(dim));
+    const auto bits_of_rotation = [](const RopeRotation& r) {
+      std::vector<std::uint32_t> out;
+      for (const auto& part : {r.cos, r.sin})
+        for (const float x : part) out.push_back(bits_of(x));
+      return out;
+    };
+    for_each_instruction_set([&](InstructionSet) {
+      const Workspace::Frame frame(work);
+      RopeCursor cursor(table, work);
+      position_t delta = 0;
+      for (index_t round = 0; round < 200; ++round) {
+        // Steps of a few positions now and then, as compaction makes them, and jumps to where nothing is stored, and back.
+        if (round % 20 == 0) delta = random.integer(-200000, 200000);
+        if (round % 20 == 10) delta = random.integer(-5000, 5000);
+        delta += random.integer(-2, 2) * random.integer(0, 40);
+        if (round % 7 == 0) delta = -delta;
+        CAPTURE(dim, round, delta);
+        const RopeRotation got = cursor.at(delta);
+        REQUIRE(got.cos.size() == table.inv_freq().size());
+        for (std::size_t i = 0; i < got.cos.size(); ++i) {
+          const double angle = static_cast<double>(delta) * table.inv_freq()[i];
+          const double tolerance = 0x1p-25 + 1e-15 * (1 + std::abs(angle));
+          REQUIRE_THAT(static_cast<double>(got.cos[i]), WithinAbs(std::cos(angle), tolerance));
+          REQUIRE_THAT(static_cast<double>(got.sin[i]), WithinAbs(std::sin(angle), tolerance));
+        }
+        REQUIRE(bits_of_rotation(table.rotation(delta, scratch)) == bits_of_rotation(got));
+        const RopeRotation back = table.rotation(-delta, scratch);  // the inverse, exactly
+        for (std::size_t i = 0; i < got.cos.size(); ++i) REQUIRE((back.cos[i] == got.cos[i] && back.sin[i] == -got.sin[i]));
+      }
+      REQUIRE(work.peak() == rope_cursor_workspace_size(dim).bytes);
+    });
+  }
+}
+
+TEST_CASE("Deltas of any size split without overflow") {
+  const RopeTable table(options(2));
+  std::vector<float> scratch(2);
+  constexpr position_t far = std::numeric_limits<position_t>::max();
+  for (const position_t delta : {far, -far, std::numeric_limits<position_t>::min()}) {
+    const RopeRotation r = table.rotation(delta, scratch);
+    CHECK_THAT(static_cast<double>(r.cos[0] * r.cos[0] + r.sin[0] * r.sin[0]), WithinAbs(1, 1e-6));
+  }
+}
+
+/// The definition, pair by pair.
+void turn_slowly(const RopeTable& table, const RopeRotation& rotation, float* row, float factor) {
+  row += table.rotary_first();
+  for (index_t i = 0; i < table.pairs(); ++i) {
+    float& x = table.layout() == RopeLayout::half ? row[i] : row[2 * i];
+    float& y = table.layout() == RopeLayout::half ? row[i + table.pairs()] : row[2 * i + 1];
+    const double c = static_cast<double>(rotation.cos[static_cast<std::size_t>(i)] * factor);
+    const double s = static_cast<double>(rotation.sin[static_cast<std::size_t>(i)] * factor);
+    const double a = static_cast<double>(x);
+    const double b = static_cast<double>(y);
+    x = static_cast<float>(a * c - b * s);
+    y = static_cast<float>(b * c + a * s);
+  }
+}
+
+TEST_CASE("Rows turn as pair by pair, one, many and on their way elsewhere, and nothing beside them changes") {
+  Random random;
+  CAPTURE(random.seed());
+  const RopeLayout layout = GENERATE(RopeLayout::half, RopeLayout::interleaved);
+  for (const index_t rotary : {2, 10, 14, 16, 18, 30, 32, 62, 64, 66, 126, 128, 130, 190, 256, 260})
+    for (const index_t first : {0, 3}) {
+      RopeOptions o = options(rotary + 2 * first, layout);
+      o.rotary_first = first;
+      o.rotary_dim = rotary;
+      const RopeTable table(o);
+      const index_t dim = table.head_dim();
+      const index_t stride = dim + 5;
+      const index_t count = random.integer(1, 40);
+      const float factor = random.coin() ? 1.0F : 1.5F;
+      const position_t position = random.integer(-9000, 9000);
+      const std::vector<float> rows = random.normals(stride * count);
+      std::vector<float> scratch(static_cast<std::size_t>(rotary));
+      std::vector<float> of_set[3];
+      CAPTURE(rotary, first, count, factor, position);
+      for_each_instruction_set([&](InstructionSet set) {
+        const RopeRotation rotation = table.rotation(position, scratch);
+        std::vector<float> many = rows;
+        table.apply(rotation, many.data(), count, stride, factor);
+        std::vector<float> slow = rows;
+        std::vector<float> single = rows;
+        for (index_t r = 0; r < count; ++r) {
+          turn_slowly(table, rotation, slow.data() + r * stride, factor);
+          table.apply(rotation, single.data() + r * stride, factor);
+        }
+        REQUIRE(same_bits(many, single));
+        for (std::size_t i = 0; i < rows.size(); ++i) {
+          const index_t d = static_cast<index_t>(i) % stride - first;
+          if (d < 0 || d >= rotary)
+            REQUIRE(bits_of(many[i]) == bits_of(rows[i]));
+          else
+            REQUIRE_THAT(many[i], WithinAbs(static_cast<double>(slow[i]), 1e-6));
+        }
+        of_set[static_cast<std::size_t>(set)] = many;
+
+        // To the front within one memory, as compaction does, and to rows further apart.
+        std::vector<float> alone = rows;
+        table.apply(rotation, alone.data(), count, stride);
+        for (const index_t by : {index_t{1}, count / 2, count}) {
+          std::vector<float> moved(static_cast<std::size_t>(by * stride), 7.0F);
+          moved.insert(moved.end(), rows.begin(), rows.end());
+          table.apply_to(rotation, moved.data() + by * stride, stride, moved.data(), stride, count);
+          for (index_t r = 0; r < count; ++r)
+            REQUIRE(same_bits(
+                std::span<const float>(moved).subspan(static_cast<std::size_t>(r * stride), static_cast<std::size_t>(dim)),
+                std::span<const float>(alone).subspan(static_cast<std::size_t>(r * stride), static_cast<std::size_t>(dim))));
+        }
+        std::vector<float> apart(static_cast<std::size_t>(2 * stride * count), 7.0F);
+        table.apply_to(rotation, rows.data(), stride, apart.data(), 2 * stride, count);
+        for (index_t r = 0; r < count; ++r)
+          for (index_t d = 0; d < 2 * stride; ++d)
+            REQUIRE(bits_of(apart[static_cast<std::size_t>(2 * r * stride + d)]) ==
+                    bits_of(d < dim ? alone[static_cast<std::size_t>(r * stride + d)] : 7.0F));
+      });
+      if (!of_set[2].empty()) REQUIRE(same_bits(of_set[1], of_set[2]));
+    }
+}
+
+TEST_CASE("Rows at consecutive positions, and of several heads, are the same bits as one by one") {
+  Random random;
+  CAPTURE(random.seed());
+  const RopeLayout layout = GENERATE(RopeLayout::half, RopeLayout::interleaved);
+  for (const index_t rotary : {2, 34, 128, 270}) {
+    RopeOptions o = options(rotary + 4, layout);
+    o.rotary_dim = rotary;
+    o.scaling = YarnScaling{.factor = 4, .original_max_position = 2048};
+    const RopeTable table(o);
+    const index_t stride = table.head_dim() + 3;
+    for (const position_t first : {0, 60, 4000, 4090, 131000}) {
+      CAPTURE(rotary, first);
+      const std::vector<float> rows = random.normals(150 * stride);
+      std::vector<float> run = rows;
+      table.rotate_run(run.data(), 150, stride, first);
+      std::vector<float> single = rows;
+      for (index_t i = 0; i < 150; ++i) table.rotate(single.data() + i * stride, first + i);
+      REQUIRE(same_bits(run, single));
+      run = single = rows;
+      table.unrotate_heads(run.data(), 150, stride, first);
+      for (index_t i = 0; i < 150; ++i) table.unrotate(single.data() + i * stride, first);
+      REQUIRE(same_bits(run, single));
+      table.rotate_run(run.data(), 0, stride, first);
+      REQUIRE(same_bits(run, single));
+    }
+  }
+}
+
+TEST_CASE("Copies of a table share what it stores") {
+  const RopeTable table(options(64));
+  RopeTable copy;
+  CHECK(allocations_of([&] { copy = table; }) == 0);
+  CHECK(copy.inv_freq().data() == table.inv_freq().data());
+  CHECK(copy.rotary_dim() == 64);
+  CHECK(RopeTable().empty());
+  CHECK(RopeTable().rotary_dim() == 0);
+}
+
 TEST_CASE("Rotations allocate nothing") {
   const RopeTable table(options(256));
   std::vector<float> k(256, 1.0F);
@@ -436,6 +614,8 @@ TEST_CASE("Rotations allocate nothing") {
           table.realign(k.data(), 5, 9);
           table.unrotate(k.data(), 9);
           table.apply(table.rotation(3, scratch), k.data());
+          table.rotate_run(k.data(), 1, 256, 5000);
+          table.unrotate_heads(k.data(), 1, 256, 5000);
           static_cast<void>(realign(k.data(), table, 3, table, 0));
         }) == 0);
   check_close(k, Row(256, 1.0), 1e-5);

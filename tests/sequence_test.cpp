@@ -348,6 +348,99 @@ TEST_CASE("a fork that does not fit is refused with nothing changed, in any laye
   check_error(few->observe_draft(0, streams.next(62)[0].queries, 62), StatusCode::out_of_capacity, {"max_draft_tokens = 2"});
 }
 
+TEST_CASE("[I3] a pinned prefix is overwritten by no copy, no load and no beam", "[I3]") {
+  Random random;
+  CAPTURE(random.seed());
+  LayerStreams streams(random, 2);
+  Layers<BeaconKV<>> a(small_beaconkv(), 2);
+  Layers<BeaconKV<>> b(small_beaconkv(), 2);
+  Layers<BeaconKV<>> spare(small_beaconkv(), 2);
+  for (auto* s : {&a, &b, &spare}) run_conversation(**s, streams, 20, 10);
+  require_ok(a->cache(1).set_pinned_prefix(3));
+  const Bytes of_a = state_of(*a);
+  const Bytes of_b = state_of(*b);
+  const Bytes of_spare = state_of(*spare);
+  const auto nothing_changed = [&] {
+    REQUIRE((state_of(*a) == of_a));
+    REQUIRE((state_of(*b) == of_b));
+    REQUIRE((state_of(*spare) == of_spare));
+    REQUIRE(a->cache(1).pinned_prefix() == 3);
+  };
+  check_error(a->copy_from(*b), StatusCode::unsupported, {"copy_from", "pinned prefix of 3"});
+  check_error(a->load(of_b), StatusCode::unsupported, {"load", "pinned prefix of 3"});
+  nothing_changed();
+  std::vector<Layers<BeaconKV<>>::Type> beams{*b, *a};
+  for (const std::vector<index_t>& order : {std::vector<index_t>{1, 0}, {0, 0}}) {
+    CAPTURE(order);
+    check_error(reorder_beams<Layers<BeaconKV<>>::Type>(beams, order, *spare), StatusCode::unsupported, {"pinned prefix of 3"});
+    REQUIRE((state_of(beams[0]) == of_b));
+    REQUIRE((state_of(beams[1]) == of_a));
+    nothing_changed();
+  }
+  require_ok(reorder_beams<Layers<BeaconKV<>>::Type>(beams, std::vector<index_t>{1, 1}, *spare));  // into memory without a pin
+  REQUIRE((state_of(beams[0]) == of_a));
+  REQUIRE(beams[0].cache(1).pinned_prefix() == 0);
+
+  // A fork and a restart have memory of their own.
+  require_ok(b->copy_from(*a));
+  REQUIRE(b->cache(1).pinned_prefix() == 0);
+  REQUIRE((state_of(*b) == of_a));
+  require_ok(spare->load(of_a));
+  REQUIRE(spare->cache(1).pinned_prefix() == 0);
+  REQUIRE((state_of(*spare) == of_a));
+}
+
+TEST_CASE("[I3] beams that share the pages of a pinned prefix change places, and leave it alone", "[I3]") {
+  Random random;
+  CAPTURE(random.seed());
+  using Cache = PlaneCache<float>;
+  constexpr index_t page_size = 4;
+  constexpr index_t table = 12;
+  std::vector<float> pool(static_cast<std::size_t>(4 * table * page_size * 2 * 2 * 16), 0.0F);
+  std::vector<std::vector<std::int32_t>> pages;
+  for (std::int32_t i = 0; i < 4; ++i) {
+    pages.emplace_back();
+    for (std::int32_t p = 0; p < table; ++p) pages.back().push_back(p < 2 ? p : static_cast<std::int32_t>(table) * i + p);
+  }
+  using Seq = Sequence<BeaconKV<>, Cache>;
+  std::vector<Seq> all;
+  for (index_t i = 0; i < 4; ++i) {
+    Plane<float> keys{.base = pool.data(),
+                      .stride = {page_size * 64, 16, 64, 1},
+                      .heads = 2,
+                      .dim = 16,
+                      .capacity = table * page_size,
+                      .page_size = page_size,
+                      .pages = pages[at(i)].data(),
+                      .num_pages = 4 * table};
+    Plane<float> values = keys;
+    values.base += 32;
+    all.push_back(require_value(Seq::make({small_beaconkv()}, {require_value(Cache::make(keys, values))}, {.capacity = 48})));
+  }
+  LayerStreams streams(random, 1);
+  LayerTokens tokens;
+  for (position_t p = 0; p < 8; ++p) {
+    const LayerTokens common = streams.next(p);
+    for (Seq& s : all) decode(s, common);
+  }
+  for (Seq& s : all) require_ok(s.cache(0).set_pinned_prefix(8));
+  for (index_t i = 0; i < 4; ++i)
+    for (position_t p = 8; p < 12 + i; ++p) decode(all[at(i)], streams.next(p));
+  std::vector<Seq> beams(all.begin(), all.begin() + 3);
+  const std::vector<float> shared(pool.begin(), pool.begin() + 2 * page_size * 64);
+  for (const std::vector<index_t>& order : {std::vector<index_t>{1, 2, 0}, {1, 0, 1}, {2, 2, 2}}) {
+    CAPTURE(order);
+    std::vector<Bytes> old;
+    for (const Seq& s : beams) old.push_back(state_of(s));
+    require_ok(reorder_beams<Seq>(beams, order, all[3]));
+    for (std::size_t i = 0; i < 3; ++i) {
+      REQUIRE((state_of(beams[i]) == old[at(order[i])]));
+      REQUIRE(beams[i].cache(0).pinned_prefix() == 8);
+    }
+    REQUIRE(std::equal(shared.begin(), shared.end(), pool.begin()));
+  }
+}
+
 TEST_CASE("[I5] beams change places as plain copies would", "[I5]") {
   struct Beam {
     index_t state = 0;
@@ -614,6 +707,35 @@ TEST_CASE("layers that keep one set refuse together, before one of them has evic
     check_error(small.evict_where_due().status(), StatusCode::workspace_too_small, {"workspace"});
     check_error(One::Type::make(policies, {s->cache(0), s->cache(1)}, {.capacity = 20, .layers_per_step = 1}).status(),
                 StatusCode::unsupported, {"layers_per_step = 1"});
+  }
+}
+
+TEST_CASE("an eviction whose keys cannot be turned is refused as a whole, in one layer and in all that keep one set") {
+  Random random;
+  CAPTURE(random.seed());
+  LayerStreams streams(random, 2);
+  {
+    Layers<BeaconKV<>> s(small_beaconkv(), 2, {.mode = PositionMode::cache_relative});
+    for (position_t p = 0; p < 34; ++p) decode(*s, streams.next(p));
+    s->cache(1).set_rotary_position(0, 0, 5);
+    require_ok(s->cache(1).set_pinned_prefix(1));
+    const index_t before = s->cache(1).num_tokens();
+    check_error(s->evict_where_due().status(), StatusCode::unsupported, {"slot 0", "pinned prefix of 1"});
+    REQUIRE(s->cache(0).num_tokens() < before);  // a layer of its own
+    REQUIRE(s->cache(1).num_tokens() == before);
+    s->cache(1).set_rotary_position(0, 0, 0);
+    REQUIRE(evict_due(*s).layers == 1);
+    REQUIRE(s->cache(1).num_tokens() == s->cache(0).num_tokens());
+    REQUIRE(s->cache(1).next_rotary_position() == s->cache(1).num_tokens());
+  }
+  {
+    Layers<BeaconKV<>, float, float, Granularity::per_sequence> s(small_beaconkv(), 2, {.mode = PositionMode::cache_relative});
+    for (position_t p = 0; p < 34; ++p) decode(*s, streams.next(p));
+    s->cache(1).set_rotary_position(0, 0, 5);
+    require_ok(s->cache(1).set_pinned_prefix(1));
+    const Bytes before = state_of(*s);
+    check_error(s->evict_where_due().status(), StatusCode::unsupported, {"slot 0", "pinned prefix of 1"});
+    REQUIRE((state_of(*s) == before));
   }
 }
 

@@ -16,6 +16,7 @@
 #include "beaconkv/config.hpp"
 #include "beaconkv/executor.hpp"
 #include "beaconkv/keep_plan.hpp"
+#include "beaconkv/kernel/copy.hpp"
 #include "beaconkv/kernel/exponential.hpp"
 #include "beaconkv/kernel/instruction_set.hpp"
 #include "beaconkv/kernel/products.hpp"

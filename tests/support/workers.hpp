@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "beaconkv/sequence/executor.hpp"
+#include "beaconkv/executor.hpp"
 
 namespace beaconkv::test {
 

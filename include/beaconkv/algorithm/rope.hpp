@@ -37,6 +37,8 @@ namespace detail {
 inline constexpr index_t rotation_step = 64;
 /// Pairs that are turned at a time where there is no scratch but the stack.
 inline constexpr index_t pairs_at_once = 128;
+/// Rows that are turned at a time: they stay in the first cache until all their pairs have turned.
+inline constexpr index_t rows_at_once = 16;
 
 /// What the copies of a `RopeTable` share.
 struct RotationTables {
@@ -158,10 +160,15 @@ class RopeTable {
     rows.in += first;
     rows.out += first;
     rows.second = pairs();
-    if (layout_ == RopeLayout::half)
-      detail::run<detail::TurnHalves>(rows);
-    else
-      detail::run<detail::TurnPairs>(rows);
+    for (index_t left = rows.rows; left > 0; left -= detail::rows_at_once) {
+      rows.rows = std::min(detail::rows_at_once, left);
+      if (layout_ == RopeLayout::half)
+        detail::run<detail::TurnRows<detail::HalfOrder>>(rows);
+      else
+        detail::run<detail::TurnRows<detail::PairOrder>>(rows);
+      rows.in += rows.rows * rows.in_stride;
+      rows.out += rows.rows * rows.out_stride;
+    }
   }
   /// Row `i` by `first + i * step`.
   void turn_rows(float* rows, index_t count, index_t stride, position_t first, position_t step, float factor) const noexcept;

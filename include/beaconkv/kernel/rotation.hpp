@@ -69,8 +69,8 @@ struct ComposeRotation {
   }
 };
 
-/// What `TurnHalves` and `TurnPairs` do: `rows` rows from `in` to `out`, which may be the same, front to back. Only the numbers
-/// that turn are written.
+/// What `TurnRows` does: `rows` rows from `in` to `out`, which may be the same. Only the numbers that turn are written, some of
+/// them in all rows, then others: rows of `out` must not be rows of `in` that come later, and all should fit the first cache.
 struct RowsToTurn {
   const float* cos;
   const float* sin;
@@ -80,50 +80,8 @@ struct RowsToTurn {
   index_t out_stride;
   index_t rows;
   index_t pairs;
-  index_t second;  ///< of `TurnHalves`: from the first number of a pair to its second
+  index_t second;  ///< of `HalfOrder`: from the first number of a pair to its second
   float factor;    ///< multiplies cosines and sines
-};
-
-/// `(i, i + second)` turn together.
-struct TurnHalves {
-  template <class Isa>
-  BEACONKV_KERNEL void run(RowsToTurn t) noexcept {
-    using Floats = typename Isa::Floats;
-    const index_t whole = t.pairs / Isa::width * Isa::width;
-    for (index_t r = 0; r < t.rows; ++r) {
-      const float* const in = t.in + r * t.in_stride;
-      float* const out = t.out + r * t.out_stride;
-      for (index_t i = 0; i < whole; i += Isa::width) {
-        Floats c, s, x, y;
-        load(c, t.cos + i);
-        load(s, t.sin + i);
-        load(x, in + i);
-        load(y, in + t.second + i);
-        turn(c, s, t.factor, x, y);
-        store(out + i, x);
-        store(out + t.second + i, y);
-      }
-      if (whole == t.pairs) continue;
-      const index_t left = t.pairs - whole;
-      Floats c, s, x, y;
-      load_first(c, t.cos + whole, left);
-      load_first(s, t.sin + whole, left);
-      load_first(x, in + whole, left);
-      load_first(y, in + t.second + whole, left);
-      turn(c, s, t.factor, x, y);
-      store_first(out + whole, x, left);
-      store_first(out + t.second + whole, y, left);
-    }
-  }
-
-  template <class V>
-  BEACONKV_KERNEL void turn(const V& cos, const V& sin, float factor, V& x, V& y) noexcept {
-    const V c = cos * factor;
-    const V s = sin * factor;
-    const V a = x;
-    x = a * c - y * s;
-    y = y * c + a * s;
-  }
 };
 
 /// The even and the odd numbers of two vectors.
@@ -153,43 +111,114 @@ BEACONKV_KERNEL void join_pairs(Float16& a, Float16& b, const Float16& even, con
   b = __builtin_shufflevector(even, odd, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
 }
 
+/// `(i, i + second)` turn together. Reads and writes the first and the second numbers of pairs from `i` on.
+struct HalfOrder {
+  template <class V>
+  BEACONKV_KERNEL void read(V& x, V& y, const float* in, index_t i, index_t second) noexcept {
+    load(x, in + i);
+    load(y, in + second + i);
+  }
+  template <class V>
+  BEACONKV_KERNEL void write(float* out, index_t i, index_t second, const V& x, const V& y) noexcept {
+    store(out + i, x);
+    store(out + second + i, y);
+  }
+  template <class V>
+  BEACONKV_KERNEL void read_first(V& x, V& y, const float* in, index_t i, index_t second, index_t n) noexcept {
+    load_first(x, in + i, n);
+    load_first(y, in + second + i, n);
+  }
+  template <class V>
+  BEACONKV_KERNEL void write_first(float* out, index_t i, index_t second, const V& x, const V& y, index_t n) noexcept {
+    store_first(out + i, x, n);
+    store_first(out + second + i, y, n);
+  }
+};
+
 /// `(2i, 2i + 1)` turn together.
-struct TurnPairs {
+struct PairOrder {
+  template <class V>
+  BEACONKV_KERNEL void read(V& x, V& y, const float* in, index_t i, index_t) noexcept {
+    V low, high;
+    load(low, in + 2 * i);
+    load(high, in + 2 * i + static_cast<index_t>(sizeof(V) / sizeof(float)));
+    split_pairs(x, y, low, high);
+  }
+  template <class V>
+  BEACONKV_KERNEL void write(float* out, index_t i, index_t, const V& x, const V& y) noexcept {
+    V low, high;
+    join_pairs(low, high, x, y);
+    store(out + 2 * i, low);
+    store(out + 2 * i + static_cast<index_t>(sizeof(V) / sizeof(float)), high);
+  }
+  template <class V>
+  BEACONKV_KERNEL void read_first(V& x, V& y, const float* in, index_t i, index_t second, index_t n) noexcept {
+    float some[2 * sizeof(V) / sizeof(float)] = {};
+    for (index_t d = 0; d < 2 * n; ++d) some[d] = in[2 * i + d];
+    read(x, y, some, 0, second);
+  }
+  template <class V>
+  BEACONKV_KERNEL void write_first(float* out, index_t i, index_t second, const V& x, const V& y, index_t n) noexcept {
+    float some[2 * sizeof(V) / sizeof(float)];
+    write(some, 0, second, x, y);
+    for (index_t d = 0; d < 2 * n; ++d) out[2 * i + d] = some[d];
+  }
+};
+
+template <class Order>
+struct TurnRows {
+  static constexpr index_t vectors_at_once = 4;
+
   template <class Isa>
   BEACONKV_KERNEL void run(RowsToTurn t) noexcept {
     using Floats = typename Isa::Floats;
-    const index_t whole = t.pairs / Isa::width * Isa::width;
+    index_t i = 0;
+    for (; i + vectors_at_once * Isa::width <= t.pairs; i += vectors_at_once * Isa::width)
+      turn_all<Floats, vectors_at_once>(t, i);
+    for (; i + Isa::width <= t.pairs; i += Isa::width) turn_all<Floats, 1>(t, i);
+    if (i == t.pairs) return;
+    const index_t left = t.pairs - i;
+    Floats c, s, x, y;
+    load_first(c, t.cos + i, left);
+    load_first(s, t.sin + i, left);
+    c *= t.factor;
+    s *= t.factor;
     for (index_t r = 0; r < t.rows; ++r) {
-      const float* const in = t.in + r * t.in_stride;
-      float* const out = t.out + r * t.out_stride;
-      for (index_t i = 0; i < whole; i += Isa::width) {
-        Floats c, s, low, high, x, y;
-        load(c, t.cos + i);
-        load(s, t.sin + i);
-        load(low, in + 2 * i);
-        load(high, in + 2 * i + Isa::width);
-        split_pairs(x, y, low, high);
-        TurnHalves::turn(c, s, t.factor, x, y);
-        join_pairs(low, high, x, y);
-        store(out + 2 * i, low);
-        store(out + 2 * i + Isa::width, high);
-      }
-      if (whole == t.pairs) continue;
-      const index_t left = t.pairs - whole;
-      float some[2 * Isa::width] = {};
-      for (index_t i = 0; i < 2 * left; ++i) some[i] = in[2 * whole + i];
-      Floats c, s, low, high, x, y;
-      load_first(c, t.cos + whole, left);
-      load_first(s, t.sin + whole, left);
-      load(low, some);
-      load(high, some + Isa::width);
-      split_pairs(x, y, low, high);
-      TurnHalves::turn(c, s, t.factor, x, y);
-      join_pairs(low, high, x, y);
-      store(some, low);
-      store(some + Isa::width, high);
-      for (index_t i = 0; i < 2 * left; ++i) out[2 * whole + i] = some[i];
+      Order::read_first(x, y, t.in + r * t.in_stride, i, t.second, left);
+      turn(c, s, x, y);
+      Order::write_first(t.out + r * t.out_stride, i, t.second, x, y, left);
     }
+  }
+
+  /// Of all rows the pairs of `count` vectors from `i` on.
+  template <class V, index_t count>
+  BEACONKV_KERNEL void turn_all(const RowsToTurn& t, index_t i) noexcept {
+    constexpr auto width = static_cast<index_t>(sizeof(V) / sizeof(float));
+    V c[static_cast<std::size_t>(count)];
+    V s[static_cast<std::size_t>(count)];
+    BEACONKV_UNROLL for (index_t v = 0; v < count; ++v) {
+      load(c[v], t.cos + i + v * width);
+      load(s[v], t.sin + i + v * width);
+      c[v] *= t.factor;
+      s[v] *= t.factor;
+    }
+    const float* in = t.in;
+    float* out = t.out;
+    for (index_t r = 0; r < t.rows; ++r, in += t.in_stride, out += t.out_stride) {
+      BEACONKV_UNROLL for (index_t v = 0; v < count; ++v) {
+        V x, y;
+        Order::read(x, y, in, i + v * width, t.second);
+        turn(c[v], s[v], x, y);
+        Order::write(out, i + v * width, t.second, x, y);
+      }
+    }
+  }
+
+  template <class V>
+  BEACONKV_KERNEL void turn(const V& cos, const V& sin, V& x, V& y) noexcept {
+    const V a = x;
+    x = a * cos - y * sin;
+    y = y * cos + a * sin;
   }
 };
 

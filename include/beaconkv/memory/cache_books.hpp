@@ -61,7 +61,8 @@ class CacheBooks {
     return (positions_.size() + rotary_.size()) * sizeof(position_t) + lengths_.size() * sizeof(index_t);
   }
 
-  /// Leading slots that other sequences share: never moved, never evicted.
+  /// Leading slots that other sequences share: never moved, never evicted, never written. A property of this memory: it is not
+  /// saved, and a fork into other memory has none.
   [[nodiscard]] index_t pinned_prefix() const noexcept { return pinned_; }
   [[nodiscard]] Status set_pinned_prefix(index_t count) {
     if (count < 0 || count > shortest())
@@ -158,8 +159,8 @@ class CacheBooks {
     move(positions_);
     if (!rotary_.empty()) move(rotary_);
   }
-  /// The tokens of `other`, which fit and are counted in the same mode.
-  void copy_books(const CacheBooks& other) noexcept {
+  /// The tokens of `other`, which fit and are counted in the same mode; the first `pinned` of them stay where they are.
+  void copy_books(const CacheBooks& other, index_t pinned) noexcept {
     for (index_t h = 0; h < sets(); ++h)
       for (index_t i = 0; i < other.length_of(h); ++i) {
         positions_[index_of(h, i)] = other.positions_[other.index_of(h, i)];
@@ -167,7 +168,7 @@ class CacheBooks {
       }
     std::copy(other.lengths_.begin(), other.lengths_.end(), lengths_.begin());
     tokens_ = other.tokens_;
-    pinned_ = other.pinned_;
+    pinned_ = pinned;
     undoable_ = other.undoable_;
     firm_position_ = other.firm_position_;
     next_position_ = other.next_position_;
@@ -184,7 +185,12 @@ class CacheBooks {
     archive.expect("position mode", static_cast<std::int64_t>(mode_));
     archive.value("tokens", tokens_, 0, capacity_);
     for (index_t& length : lengths_) archive.value("tokens of a head", length, 0, tokens_);
-    archive.value("pinned prefix", pinned_, 0, tokens_);
+    if constexpr (Archive::loading)
+      if (pinned_ > 0)
+        archive.fail(
+            detail::error(StatusCode::unsupported, "load: the pinned prefix of ", pinned_, " slots would be overwritten"));
+    index_t pinned = 0;  // whatever shared the rows of another memory
+    archive.value("pinned prefix", pinned, 0, tokens_);
     archive.value("tokens that can be taken back", undoable_, 0, tokens_);
     archive.value("next position", next_position_, 0, far);
     archive.value("firm position", firm_position_, 0, far);
@@ -205,15 +211,16 @@ class CacheBooks {
     static_cast<void>(head);
     return tokens_;
   }
-  [[nodiscard]] std::uint64_t changes() const noexcept { return changes_; }
-
- private:
-  [[nodiscard]] index_t sets() const noexcept { return one_set ? 1 : heads_; }
+  /// What the head that holds least holds.
   [[nodiscard]] index_t shortest() const noexcept {
     index_t least = tokens_;
     for (const index_t length : lengths_) least = std::min(least, length);
     return least;
   }
+  [[nodiscard]] std::uint64_t changes() const noexcept { return changes_; }
+
+ private:
+  [[nodiscard]] index_t sets() const noexcept { return one_set ? 1 : heads_; }
   [[nodiscard]] std::size_t index_of(index_t head, index_t slot) const noexcept {
     return static_cast<std::size_t>((one_set ? 0 : head) * capacity_ + slot);
   }

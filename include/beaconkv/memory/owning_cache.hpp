@@ -93,6 +93,7 @@ class OwningCache {
     if (!made) return made.status();
     smaller.view_ = std::move(*made);
     if (Status s = smaller.view().copy_from(view()); !s) return s;
+    if (Status s = smaller.view().set_pinned_prefix(view().pinned_prefix()); !s) return s;
     *this = std::move(smaller);
     return {};
   }

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "beaconkv/kernel/copy.hpp"
 #include "beaconkv/memory/decode_rows.hpp"
 
 namespace beaconkv::inline v0 {
@@ -217,16 +218,16 @@ void move_rows(const Plane<T>& plane, index_t first, index_t last, index_t to, i
   const Strides& stride = plane.stride;
   const bool one_row = stride.dim == 1 && stride.head == plane.elements();  // the rows of all heads, one behind the other
   const index_t width = one_row ? (last - first) * plane.elements() : plane.elements();
-  const std::size_t bytes = static_cast<std::size_t>(width) * sizeof(T);
+  constexpr auto size = static_cast<index_t>(sizeof(T));
   while (count > 0) {
     const index_t n = plane.contiguous_rows(to, plane.contiguous_rows(from, count));
     for (index_t h = first; h < (one_row ? first + 1 : last); ++h) {
       T* const out = plane.row(h, to);
       const T* const in = plane.row(h, from);
-      if (stride.dim == 1 && stride.token == width) {
-        std::memmove(out, in, static_cast<std::size_t>(n) * bytes);
-      } else if (stride.dim == 1) {
-        for (index_t i = 0; i < n; ++i) std::memcpy(out + i * stride.token, in + i * stride.token, bytes);
+      if (stride.dim == 1) {
+        const bool dense = stride.token == width;
+        run<CopyForward>(reinterpret_cast<std::byte*>(out), reinterpret_cast<const std::byte*>(in),
+                         (dense ? n : index_t{1}) * width * size, dense ? index_t{1} : n, stride.token * size);
       } else if (stride.token == 1) {
         for (index_t d = 0; d < width; ++d)
           std::memmove(out + d * stride.dim, in + d * stride.dim, static_cast<std::size_t>(n) * sizeof(T));
@@ -244,6 +245,15 @@ void move_rows(const Plane<T>& plane, index_t first, index_t last, index_t to, i
     from += n;
     count -= n;
   }
+}
+
+/// Whether a row lies at the same addresses in both.
+template <class T>
+[[nodiscard]] bool same_memory(const Plane<T>& a, const Plane<T>& b, index_t head, index_t token) noexcept {
+  for (const Plane<T>* const p : {&a, &b})
+    if (p->page_size > 0 && p->pages[token / p->page_size] < 0) return false;
+  if (a.row(head, token) != b.row(head, token) || a.stride.dim != b.stride.dim) return false;
+  return !a.scales.per_row() || a.scale(head, token) == b.scale(head, token);
 }
 
 /// Whether rows can be copied between the two as bytes.

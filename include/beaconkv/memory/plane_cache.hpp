@@ -159,30 +159,40 @@ class PlaneCache : public CacheBooks<G> {
     return {};
   }
 
-  /// Whether `copy_from` takes `other`: the error that it would give.
-  [[nodiscard]] Status check_copy_from(const PlaneCache& other) const {
+  /// Whether `copy_from` takes `other`: the error that it would give, or would give if `other` held the tokens of `held`.
+  [[nodiscard]] Status check_copy_from(const PlaneCache& other) const { return check_copy_from(other, other); }
+  [[nodiscard]] Status check_copy_from(const PlaneCache& other, const PlaneCache& held) const {
     if (Status s = detail::same_rows(keys_, other.keys_, "copy_from: keys"); !s) return s;
     if (Status s = detail::same_rows(values_, other.values_, "copy_from: values"); !s) return s;
     if (Status s = detail::same_shared_scales(keys_, other.keys_, "copy_from: keys"); !s) return s;
     if (Status s = detail::same_shared_scales(values_, other.values_, "copy_from: values"); !s) return s;
     if (position_mode() != other.position_mode() || latent_ != other.latent_)
       return detail::invalid("copy_from: the caches differ in position mode or latent values");
-    if (other.num_tokens() > capacity())
-      return detail::error(StatusCode::out_of_capacity, "copy_from: ", other.num_tokens(), " tokens, capacity = ", capacity());
-    if (Status s = detail::check_pages(keys_, 0, other.num_tokens(), "keys"); !s) return s;
-    return detail::check_pages(values_, 0, other.num_tokens(), "values");
+    if (held.num_tokens() > capacity())
+      return detail::error(StatusCode::out_of_capacity, "copy_from: ", held.num_tokens(), " tokens, capacity = ", capacity());
+    if (Status s = detail::check_pages(keys_, 0, held.num_tokens(), "keys"); !s) return s;
+    if (Status s = detail::check_pages(values_, 0, held.num_tokens(), "values"); !s) return s;
+    const index_t pinned = Books::pinned_prefix();
+    const index_t shared = num_shared_rows(other, std::min({pinned, held.shortest(), other.capacity()}));
+    if (shared == pinned) return {};
+    return detail::error(StatusCode::unsupported, "copy_from: slot ", shared, " of the pinned prefix of ", pinned,
+                         " slots would be overwritten: its row is another one in the source");
   }
   /// Becomes a deep copy of `other`, in this cache's own memory: a fork. Layout and capacity may differ, if the tokens fit;
   /// scales that rows share must be the same.
+  ///
+  /// Refused where rows of the pinned prefix would be overwritten: it must be the same memory in both (the same pages), which
+  /// is left alone. What is pinned in one of the two and the same memory in both is pinned afterwards, and nothing else.
   [[nodiscard]] Status copy_from(const PlaneCache& other) {
     if (this == &other) return {};
     if (Status s = check_copy_from(other); !s) return s;
+    const index_t pinned = num_shared_rows(other, std::max(Books::pinned_prefix(), other.pinned_prefix()));
     for (index_t h = 0; h < keys_.heads; ++h)
-      for (index_t i = 0; i < other.length_of(h); ++i) {
+      for (index_t i = pinned; i < other.length_of(h); ++i) {
         detail::copy_row(keys_, h, i, other.keys_, h, i);
         if (!latent_) detail::copy_row(values_, h, i, other.values_, h, i);
       }
-    Books::copy_books(other);
+    Books::copy_books(other, pinned);
     return {};
   }
 
@@ -225,6 +235,15 @@ class PlaneCache : public CacheBooks<G> {
  private:
   using Books::length_of;
   using Books::one_set;
+  using Books::shortest;
+
+  /// How many of the first `most` slots, of all heads, are the same memory in both.
+  [[nodiscard]] index_t num_shared_rows(const PlaneCache& other, index_t most) const noexcept {
+    for (index_t i = 0; i < most; ++i)
+      for (index_t h = 0; h < keys_.heads; ++h)
+        if (!detail::same_memory(keys_, other.keys_, h, i) || !detail::same_memory(values_, other.values_, h, i)) return i;
+    return most;
+  }
 
   [[nodiscard]] static Result<PlaneCache> make_checked(const Plane<K>& keys, const Plane<V>& values, PositionMode mode) {
     if (Status s = detail::validate_plane(keys, "keys"); !s) return s;

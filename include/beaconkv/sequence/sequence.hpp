@@ -168,17 +168,24 @@ class Sequence {
     return undone;
   }
 
-  /// Becomes a fork of `other`, in this sequence's own memory: policies, rows and tentative tokens. For sequences of the same
-  /// make; capacity and memory layout may be others. Refused with nothing changed.
-  [[nodiscard]] Status copy_from(const Sequence& other) {
+  /// Whether `copy_from` takes `other`: the error that it would give, or would give if `other` held what `held` holds.
+  [[nodiscard]] Status check_copy_from(const Sequence& other) const { return check_copy_from(other, other); }
+  [[nodiscard]] Status check_copy_from(const Sequence& other, const Sequence& held) const {
     if (num_layers() != other.num_layers())
       return detail::invalid("copy_from: ", other.num_layers(), " layers, not ", num_layers());
-    if (this == &other) return {};
-    if (!drafts_.fits(other.drafts_))
-      return detail::error(StatusCode::out_of_capacity, "copy_from: ", other.drafts_.size(),
+    if (!drafts_.fits(held.drafts_))
+      return detail::error(StatusCode::out_of_capacity, "copy_from: ", held.drafts_.size(),
                            " tentative tokens: more than max_draft_tokens, or queries of another size");
     for (index_t l = 0; l < num_layers(); ++l)
-      if (Status s = cache(l).check_copy_from(other.cache(l)); !s) return s;
+      if (Status s = cache(l).check_copy_from(other.cache(l), held.cache(l)); !s) return s;
+    return {};
+  }
+  /// Becomes a fork of `other`, in this sequence's own memory: policies, rows and tentative tokens. For sequences of the same
+  /// make; capacity and memory layout may be others. Refused with nothing changed. Pinned prefixes: see
+  /// `PlaneCache::copy_from`.
+  [[nodiscard]] Status copy_from(const Sequence& other) {
+    if (this == &other) return {};
+    if (Status s = check_copy_from(other); !s) return s;
     for (index_t l = 0; l < num_layers(); ++l) {
       if (Status s = cache(l).copy_from(other.cache(l)); !s) return s;
       policy(l) = other.policy(l);
@@ -205,8 +212,8 @@ class Sequence {
     return {};
   }
   /// Goes on where a sequence of the same make stood when it was saved; memory layout and capacity may be others. Damaged
-  /// bytes, another shape, storage type or number of layers are refused by name, and nothing has changed. References
-  /// to policies and caches stay valid. Allocates.
+  /// bytes, another shape, storage type or number of layers, and a cache with a pinned prefix, which would be overwritten, are
+  /// refused by name, and nothing has changed. References to policies and caches stay valid. Allocates.
   [[nodiscard]] Status load(std::span<const std::byte> in) {
     Sequence copy = *this;
     if (Status s = detail::load_framed(in, [&](StateReader& archive) { copy.read(archive); }); !s) return s;
