@@ -38,7 +38,7 @@ inline constexpr index_t rotation_step = 64;
 /// Pairs that are turned at a time where there is no scratch but the stack.
 inline constexpr index_t pairs_at_once = 128;
 /// Rows that are turned at a time: they stay in the first cache until all their pairs have turned.
-inline constexpr index_t rows_at_once = 16;
+inline constexpr index_t rows_a_block = 16;
 
 /// What the copies of a `RopeTable` share.
 struct RotationTables {
@@ -160,8 +160,8 @@ class RopeTable {
     rows.in += first;
     rows.out += first;
     rows.second = pairs();
-    for (index_t left = rows.rows; left > 0; left -= detail::rows_at_once) {
-      rows.rows = std::min(detail::rows_at_once, left);
+    for (index_t left = rows.rows; left > 0; left -= detail::rows_a_block) {
+      rows.rows = std::min(detail::rows_a_block, left);
       if (layout_ == RopeLayout::half)
         detail::run<detail::TurnRows<detail::HalfOrder>>(rows);
       else
