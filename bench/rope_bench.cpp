@@ -21,20 +21,37 @@ using namespace beaconkv;
 
 constexpr Shape shape{.query_heads = 32, .kv_heads = 8, .head_dim = 128};
 
+/// Keys in aligned memory, as engines allocate it.
 struct Keys {
   explicit Keys(const benchmark::State& state)
-      : tokens(state.range(0)), rows(static_cast<std::size_t>(shape.kv_heads * tokens * shape.head_dim)) {
+      : tokens(state.range(0)),
+        memory(WorkspaceSize{static_cast<std::size_t>(shape.kv_heads * tokens * shape.head_dim) * sizeof(float), 0, 0}),
+        rows(memory.take<float>(shape.kv_heads * tokens * shape.head_dim)) {
     std::mt19937 random(1);
     std::normal_distribution<float> normal;
     for (float& x : rows) x = normal(random);
   }
   void count(benchmark::State& state) const {
-    state.SetBytesProcessed(state.iterations() * static_cast<index_t>(rows.size() * sizeof(float)));
+    state.SetBytesProcessed(state.iterations() * static_cast<index_t>(rows.size_bytes()));
   }
-  [[nodiscard]] float* row(index_t i) { return rows.data() + i * shape.head_dim; }
+  [[nodiscard]] float* row(index_t i) const { return rows.data() + i * shape.head_dim; }
 
   index_t tokens;
-  std::vector<float> rows;
+  Workspace memory;
+  std::span<float> rows;
+};
+
+/// Reads and writes each number, with the best instructions there are.
+struct Scale {
+  template <class Isa>
+  BEACONKV_KERNEL void run(float* x, index_t n, float factor) noexcept {
+    for (index_t i = 0; i < n; i += 64) BEACONKV_UNROLL for (index_t v = 0; v < 64; v += Isa::width) {
+        typename Isa::Floats a;
+        detail::load(a, x + i + v);
+        a *= factor;
+        detail::store(x + i + v, a);
+      }
+  }
 };
 
 /// By how much the token in each slot moves after 7/8 of all were kept at random.
@@ -56,10 +73,7 @@ void scaling(benchmark::State& state) {
   float factor = 1.0000001F;
   for (auto _ : state) {
     benchmark::DoNotOptimize(factor);
-    float* const x = keys.rows.data();
-    const auto n = static_cast<index_t>(keys.rows.size());
-    for (index_t i = 0; i < n; i += 16)
-      for (index_t l = 0; l < 16; ++l) x[i + l] *= factor;
+    detail::run<Scale>(keys.rows.data(), static_cast<index_t>(keys.rows.size()), factor);
     benchmark::ClobberMemory();
   }
   keys.count(state);

@@ -42,11 +42,18 @@ inline constexpr index_t rows_a_block = 16;
 
 /// What the copies of a `RopeTable` share.
 struct RotationTables {
+  struct alignas(64) Line {
+    double numbers[8];
+  };
+
   std::vector<double> inv_freq;
   index_t padded;            ///< pairs, rounded up to whole vectors
-  std::vector<double> rows;  ///< `[fine, coarse][rotation_step][cos, sin][padded]`
+  std::vector<Line> memory;  ///< `[fine, coarse][rotation_step][cos, sin][padded]`
 
   explicit RotationTables(std::vector<double> frequencies);
+  [[nodiscard]] const double* row(index_t i) const noexcept {
+    return reinterpret_cast<const double*>(memory.data()) + i * 2 * padded;
+  }
 };
 
 /// Half of a product: cosines and sines of the same pairs.
@@ -112,7 +119,7 @@ class RopeTable {
   }
   /// The same for `count` rows, `stride` floats apart.
   void apply(const RopeRotation& rotation, float* rows, index_t count, index_t stride, float factor = 1.0F) const noexcept {
-    turn({rotation.cos.data(), rotation.sin.data(), rows, stride, rows, stride, count, pairs(), 0, factor}, 0);
+    turn(rotation.cos.data(), rotation.sin.data(), rows, stride, rows, stride, count, 0, pairs(), factor);
   }
   /// Turns `count` rows on their way from `in` to `out`, front to back, which must not be ahead of `in` where they overlap.
   void apply_to(const RopeRotation& rotation, const float* in, index_t in_stride, float* out, index_t out_stride,
@@ -142,7 +149,7 @@ class RopeTable {
   friend class RopeCursor;
 
   [[nodiscard]] const double* stored(bool coarse, index_t i) const noexcept {
-    return tables_->rows.data() + ((coarse ? detail::rotation_step : 0) + i) * 2 * tables_->padded;
+    return tables_->row((coarse ? detail::rotation_step : 0) + i);
   }
   /// The coarse part of pairs `[first, first + n)`, formed in `scratch` (2 x `room` numbers) where it is not stored.
   [[nodiscard]] detail::RotationPart coarse_part(const detail::SplitDelta& delta, index_t first, index_t n, double* scratch,
@@ -154,20 +161,25 @@ class RopeTable {
     detail::run<detail::ComposeRotation>(coarse.cos, coarse.sin, fine, fine + tables_->padded, n, delta.back ? -1.0F : 1.0F,
                                          cos, sin);
   }
-  /// `rows` are whole rows; the pairs are those from `first_pair` on.
-  void turn(detail::RowsToTurn rows, index_t first_pair) const noexcept {
+  /// Turns pairs `[first_pair, first_pair + n)` of `count` whole rows.
+  void turn(const float* cos, const float* sin, const float* in, index_t in_stride, float* out, index_t out_stride,
+            index_t count, index_t first_pair, index_t n, float factor) const noexcept {
     const index_t first = rotary_first_ + (layout_ == RopeLayout::half ? first_pair : 2 * first_pair);
-    rows.in += first;
-    rows.out += first;
-    rows.second = pairs();
-    for (index_t left = rows.rows; left > 0; left -= detail::rows_a_block) {
-      rows.rows = std::min(detail::rows_a_block, left);
+    for (index_t i = 0; i < count; i += detail::rows_a_block) {
+      const detail::RowsToTurn rows{cos,
+                                    sin,
+                                    in + i * in_stride + first,
+                                    in_stride,
+                                    out + i * out_stride + first,
+                                    out_stride,
+                                    std::min(detail::rows_a_block, count - i),
+                                    n,
+                                    pairs(),
+                                    factor};
       if (layout_ == RopeLayout::half)
-        detail::run<detail::TurnRows<detail::HalfOrder>>(rows);
+        detail::run<detail::TurnRows<detail::HalfOrder>>(&rows);
       else
-        detail::run<detail::TurnRows<detail::PairOrder>>(rows);
-      rows.in += rows.rows * rows.in_stride;
-      rows.out += rows.rows * rows.out_stride;
+        detail::run<detail::TurnRows<detail::PairOrder>>(&rows);
     }
   }
   /// Row `i` by `first + i * step`.
@@ -297,13 +309,13 @@ inline Result<RopeTable> RopeTable::make(const RopeOptions& options) {
 inline detail::RotationTables::RotationTables(std::vector<double> frequencies) : inv_freq(std::move(frequencies)) {
   const std::size_t n = inv_freq.size();
   padded = (static_cast<index_t>(n) + rotation_padding - 1) / rotation_padding * rotation_padding;
-  rows.resize(static_cast<std::size_t>(2 * rotation_step * 2 * padded));
-  for (index_t r = 0; r < 2 * rotation_step; ++r) {
+  memory.resize(static_cast<std::size_t>(2 * rotation_step * 2 * padded / 8));
+  auto* row_data = reinterpret_cast<double*>(memory.data());
+  for (index_t r = 0; r < 2 * rotation_step; ++r, row_data += 2 * padded) {
     const auto delta = static_cast<double>(r < rotation_step ? r : (r - rotation_step) * rotation_step);
-    double* const row = rows.data() + r * 2 * padded;
     for (std::size_t i = 0; i < n; ++i) {
-      row[i] = std::cos(delta * inv_freq[i]);
-      row[static_cast<std::size_t>(padded) + i] = std::sin(delta * inv_freq[i]);
+      row_data[i] = std::cos(delta * inv_freq[i]);
+      row_data[static_cast<std::size_t>(padded) + i] = std::sin(delta * inv_freq[i]);
     }
   }
 }
@@ -343,11 +355,11 @@ inline void RopeTable::apply_to(const RopeRotation& rotation, const float* in, i
   const auto before = static_cast<std::size_t>(rotary_first_);
   const auto behind = static_cast<std::size_t>(head_dim_ - rotary_first_ - rotary_dim());
   if (before == 0 && behind == 0) {
-    turn({rotation.cos.data(), rotation.sin.data(), in, in_stride, out, out_stride, count, pairs(), 0, 1.0F}, 0);
+    turn(rotation.cos.data(), rotation.sin.data(), in, in_stride, out, out_stride, count, 0, pairs(), 1.0F);
     return;
   }
   for (index_t i = 0; i < count; ++i, in += in_stride, out += out_stride) {
-    turn({rotation.cos.data(), rotation.sin.data(), in, 0, out, 0, 1, pairs(), 0, 1.0F}, 0);
+    turn(rotation.cos.data(), rotation.sin.data(), in, 0, out, 0, 1, 0, pairs(), 1.0F);
     if (in == out) continue;
     std::memcpy(out, in, before * sizeof(float));
     std::memcpy(out + head_dim_ - behind, in + head_dim_ - behind, behind * sizeof(float));
@@ -371,7 +383,7 @@ inline void RopeTable::turn_rows(float* rows, index_t count, index_t stride, pos
       if (!delta.coarse_is_stored()) now_formed = delta.coarse;
       compose(delta, coarse, pair, n, cos, sin);
       float* const row = rows + i * stride;
-      turn({cos, sin, row, stride, row, stride, at_once, n, 0, factor}, pair);
+      turn(cos, sin, row, stride, row, stride, at_once, pair, n, factor);
     }
   }
 }

@@ -41,6 +41,14 @@ BEACONKV_KERNEL void load_first(V& v, const float* in, index_t n) noexcept {
   load(v, all);
 }
 
+/// Both stay in registers: g++ would read them from memory for each of their uses.
+template <class V>
+BEACONKV_KERNEL void read_once([[maybe_unused]] V& x, [[maybe_unused]] V& y) noexcept {
+#if defined(BEACONKV_DETAIL_X86) && !defined(__clang__)
+  asm("" : "+v"(x), "+v"(y));
+#endif
+}
+
 /// The product of two rotations, formed in double; `sign` is -1 for its inverse.
 struct ComposeRotation {
   /// Sources are padded, results are not.
@@ -170,7 +178,8 @@ struct TurnRows {
   static constexpr index_t vectors_at_once = 4;
 
   template <class Isa>
-  BEACONKV_KERNEL void run(RowsToTurn t) noexcept {
+  BEACONKV_KERNEL void run(const RowsToTurn* rows) noexcept {
+    const RowsToTurn& t = *rows;  // by address: copies wait for the stores that made it
     using Floats = typename Isa::Floats;
     index_t i = 0;
     for (; i + vectors_at_once * Isa::width <= t.pairs; i += vectors_at_once * Isa::width)
@@ -204,12 +213,16 @@ struct TurnRows {
     }
     const float* in = t.in;
     float* out = t.out;
-    for (index_t r = 0; r < t.rows; ++r, in += t.in_stride, out += t.out_stride) {
+    const index_t in_stride = t.in_stride;  // or they would be read again after each store
+    const index_t out_stride = t.out_stride;
+    const index_t second = t.second;
+    for (index_t left = t.rows; left > 0; --left, in += in_stride, out += out_stride) {
       BEACONKV_UNROLL for (index_t v = 0; v < count; ++v) {
         V x, y;
-        Order::read(x, y, in, i + v * width, t.second);
+        Order::read(x, y, in, i + v * width, second);
+        read_once(x, y);
         turn(c[v], s[v], x, y);
-        Order::write(out, i + v * width, t.second, x, y);
+        Order::write(out, i + v * width, second, x, y);
       }
     }
   }
