@@ -21,6 +21,9 @@ namespace beaconkv::inline v0 {
 /// It fills up to `n_max` rows and is then reduced to `n_min` by farthest point sampling; after a reduction rows are in time
 /// order. This approximates sampling over the whole history: a row that was dropped cannot come back, so directions that were
 /// crowded out early stay lost. A value: copying it forks the stream.
+///
+/// The cosines among the rows that stay are kept, so that a reduction has to compute only those of newer rows. It does so for
+/// all of them at once: at each push every row of the buffer would have to be read again, mostly from memory.
 class ContinualFps {
  public:
   /// An empty buffer for rows of `dim`. Allocates `n_max` rows and at most `n_min * (n_min + 1)` floats, nothing later. Needs
