@@ -2,6 +2,8 @@
 #include "beaconkv/algorithm/continual_fps.hpp"
 
 #include <algorithm>
+#include <array>
+#include <cmath>
 #include <vector>
 
 #include "support/check.hpp"
@@ -149,7 +151,9 @@ TEST_CASE("Rows and tags come back as they were given") {
   CHECK(buffer.dim() == 3);
   CHECK(buffer.n_min() == 2);
   CHECK(buffer.n_max() == 5);
-  CHECK(buffer.state_bytes() == 5 * (3 * sizeof(float) + sizeof(position_t)));
+  // Rows with their tags, and the cosines and scales of those that stay.
+  CHECK(buffer.state_bytes() == 5 * (3 * sizeof(float) + sizeof(position_t)) + (2 * 2 + 2) * sizeof(float));
+  CHECK(buffer_of(3, 2, 1000).state_bytes() == 1000 * (3 * sizeof(float) + sizeof(position_t)));
   Workspace work(buffer.workspace_size());
   const std::vector<float> row{0.1F, -3e-30F, 7e30F};  // not normalised, whatever the sampling does
   REQUIRE(buffer.push(row.data(), -5, work).ok());
@@ -180,6 +184,44 @@ TEST_CASE("would_keep says what reduce does, and does nothing") {
     REQUIRE(buffer.reduce(work).ok());
     CHECK(to_vector(buffer.tags()) == expected);  // a second time nothing happens
   }
+}
+
+TEST_CASE("What a buffer knows of its rows is what their numbers say: a buffer that knows nothing keeps the same") {
+  Random random;
+  CAPTURE(random.seed());
+  const InstructionSet before = instruction_set();
+  for (const InstructionSet set : {InstructionSet::baseline, InstructionSet::avx2, InstructionSet::avx512}) {
+    if (!use_instruction_set(set).ok()) continue;
+    for (const auto& [dim, n_min, n_max] :
+         {std::array<index_t, 3>{128, 16, 32}, {17, 5, 40}, {5, 3, 9}, {64, 20, 50}, {33, 1, 2}, {9, 7, 8}}) {
+      ContinualFps buffer = buffer_of(dim, n_min, n_max);
+      Workspace work(buffer.workspace_size(40));
+      for (index_t i = 0; i < 150; ++i) {
+        std::vector<float> row = random.normals(dim);
+        if (random.integer(0, 4) == 0 && buffer.size() > 0) row.assign(buffer.rows().data, buffer.rows().data + dim);
+        if (random.integer(0, 9) == 0)
+          for (float& x : row) x = std::ldexp(x, random.coin() ? 90 : -90);
+        if (random.integer(0, 9) == 0) row[0] = nan_float();
+        if (random.integer(0, 9) == 0) std::fill(row.begin(), row.end(), 0.0F);
+        if (i % 50 == 33) {
+          const auto load = [&](index_t k, float* out) {
+            std::copy(row.begin(), row.end(), out);
+            out[0] += static_cast<float>(k);
+          };
+          REQUIRE(buffer.prefill(random.integer(0, 40), load, i, work).ok());
+        }
+        REQUIRE(buffer.push(row.data(), i, work).ok());
+        ContinualFps fresh = buffer_of(dim, n_min, n_max);
+        for (index_t k = 0; k < buffer.size(); ++k) REQUIRE(fresh.push(buffer.rows().row(k), k, work).ok());
+        Slots kept(static_cast<std::size_t>(n_min), -1);
+        Slots kept_by_fresh = kept;
+        REQUIRE(buffer.would_keep(kept, work).or_throw() == fresh.would_keep(kept_by_fresh, work).or_throw());
+        CAPTURE(name_of(set), dim, n_min, n_max, i);
+        REQUIRE(kept == kept_by_fresh);
+      }
+    }
+  }
+  REQUIRE(use_instruction_set(before).ok());
 }
 
 TEST_CASE("would_keep refuses an output that is too small, and writes nothing") {

@@ -207,6 +207,116 @@ TEST_CASE("Ties, duplicates and zero rows: the same choice as the reference, ind
   }
 }
 
+/// Calls `check(set)` with each instruction set that this machine has in use.
+template <class Check>
+void with_each_instruction_set(Check&& check) {
+  const InstructionSet before = instruction_set();
+  for (const InstructionSet set : {InstructionSet::baseline, InstructionSet::avx2, InstructionSet::avx512})
+    if (use_instruction_set(set).ok()) check(set);
+  REQUIRE(use_instruction_set(before).ok());
+}
+
+TEST_CASE("Every instruction set picks what the reference picks") {
+  Random random;
+  CAPTURE(random.seed());
+  const FpsMetric metric = GENERATE(FpsMetric::cosine, FpsMetric::euclidean);
+  for (const index_t n : {1, 15, 16, 17, 31, 33, 63, 64, 65, 200})
+    for (const index_t dim : {1, 15, 16, 17, 31, 33, 63, 64, 65, 128}) {
+      const Points points{dim, random.normals(n * dim)};
+      const reference::Matrix rows = reference::matrix_of(points.rows());
+      const index_t count = random.integer(0, n);
+      const reference::Sampling expected = reference::farthest_points(rows, count, {}, metric);
+      Slots of_avx2;
+      with_each_instruction_set([&](InstructionSet set) {
+        CAPTURE(name_of(set), n, dim, count);
+        const Slots picked = sample(points, count, metric);
+        REQUIRE(picked.size() == expected.picked.size());
+        if (picked != expected.picked) CHECK(worst_pick(rows, picked, {}, metric) <= 1e-6);
+        if (expected.gap > 1e-5) CHECK(picked == expected.picked);
+        if (set == InstructionSet::avx2) of_avx2 = picked;
+        if (set == InstructionSet::avx512) CHECK(picked == of_avx2);
+      });
+    }
+}
+
+TEST_CASE("Dot products have the same bits either way round, in any company, and from AVX2 as from AVX-512") {
+  Random random;
+  CAPTURE(random.seed());
+  for (const index_t n : {1, 2, 3, 4, 5, 9})
+    for (const index_t dim : {1, 15, 16, 17, 31, 33, 63, 64, 65, 128}) {
+      const Points points{dim, random.normals(n * dim)};
+      const reference::Matrix rows = reference::matrix_of(points.rows());
+      std::vector<float> of_avx2;
+      with_each_instruction_set([&](InstructionSet set) {
+        CAPTURE(name_of(set), n, dim);
+        std::vector<float> dots(static_cast<std::size_t>(n * n));
+        const auto at = [&](index_t i, index_t j) -> float& { return dots[static_cast<std::size_t>(i * n + j)]; };
+        for (index_t i = 0; i < n; ++i)
+          detail::run<detail::DotProducts>(points.rows().row(i), points.data.data(), dim, dim, n, &at(i, 0));
+        for (index_t i = 0; i < n; ++i)
+          for (index_t j = 0; j < n; ++j) {
+            const double exact = reference::dot(rows[static_cast<std::size_t>(i)], rows[static_cast<std::size_t>(j)]);
+            REQUIRE(std::abs(static_cast<double>(at(i, j)) - exact) <= 2e-6 * static_cast<double>(dim));
+            REQUIRE(bits_of(at(i, j)) == bits_of(at(j, i)));
+            float alone = 0;
+            detail::run<detail::DotProducts>(points.rows().row(i), points.rows().row(j), dim, dim, index_t{1}, &alone);
+            REQUIRE(bits_of(alone) == bits_of(at(i, j)));
+          }
+        if (set == InstructionSet::avx2) of_avx2 = dots;
+        if (set == InstructionSet::avx512) CHECK(same_bits(dots, of_avx2));
+      });
+    }
+}
+
+TEST_CASE("Ties among many rows: the lowest, whatever was evaluated before") {
+  Random random;
+  CAPTURE(random.seed());
+  for (index_t round = 0; round < 12; ++round) {
+    const index_t n = random.integer(60, 300);
+    const index_t dim = random.integer(2, 6);
+    Points points{dim, std::vector<float>(static_cast<std::size_t>(n * dim), 0.0F)};
+    for (index_t i = 0; i < n; ++i) {  // axes: every number below is exact
+      points.row(i)[random.integer(0, dim - 1)] = random.coin() ? 2.0F : -0.5F;
+      if (random.integer(0, 2) == 0) points.row(i)[0] = 0;
+      if (random.integer(0, 20) == 0) points.row(i)[random.integer(0, dim - 1)] = nan_float();
+    }
+    const Slots start{static_cast<slot_t>(random.integer(0, n - 1))};
+    const Slots expected = reference::farthest_points(reference::matrix_of(points.rows()), n / 2, start).picked;
+    with_each_instruction_set([&](InstructionSet set) {
+      CAPTURE(name_of(set), round, n, dim, start);
+      REQUIRE(sample(points, n / 2, FpsMetric::cosine, start) == expected);
+    });
+  }
+  const Points equal{24, std::vector<float>(24 * 500, 0.3F)};
+  Slots ascending(40);
+  std::iota(ascending.begin(), ascending.end(), slot_t{0});
+  with_each_instruction_set([&](InstructionSet set) {
+    CAPTURE(name_of(set));
+    CHECK(sample(equal, 40, FpsMetric::cosine) == ascending);
+    CHECK(sample(equal, 40, FpsMetric::euclidean) == ascending);
+  });
+}
+
+TEST_CASE("Distances far from 1 keep their order") {
+  Random random;
+  CAPTURE(random.seed());
+  const Points points{7, random.normals(90 * 7)};
+  for (const int exponent : {-100, -63, 63, 120}) {
+    Points scaled = points;
+    for (float& x : scaled.data) x = std::ldexp(x, exponent);
+    CAPTURE(exponent);
+    CHECK(sample(scaled, 60, FpsMetric::euclidean) == sample(points, 60, FpsMetric::euclidean));
+  }
+}
+
+TEST_CASE("A start that is not finite counts for nothing") {
+  const Points points{2, {1, 0, nan_float(), 1, 0.5F, 0.5F, -1, 0.25F}};
+  const FpsMetric metric = GENERATE(FpsMetric::cosine, FpsMetric::euclidean);
+  CHECK(sample(points, 1, metric, {1}) == Slots{0});
+  CHECK(sample(points, 1, metric, {1, 0}) == Slots{3});
+  CHECK(sample(points, 1, metric, {0, 1}) == Slots{3});
+}
+
 TEST_CASE("A zero row has cosine 0 to everything") {
   // Two opposite rows first; then the zero row (0) comes before the row at 45 degrees (0.7).
   CHECK(sample(Points{2, {1, 0, 1, 1, 0, 0, -1, 0}}, 3) == Slots{3, 0, 2});

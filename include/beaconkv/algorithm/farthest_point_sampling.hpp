@@ -7,11 +7,10 @@
 /// Source: BeaconKV (arXiv 2609.04971) eq. 7 for the cosine form; Gonzalez 1985 for the greedy rule.
 
 #include <algorithm>
-#include <cfloat>
 #include <cmath>
 #include <span>
 
-#include "beaconkv/detail/numeric.hpp"
+#include "beaconkv/kernel/farthest_points.hpp"
 #include "beaconkv/workspace.hpp"
 
 namespace beaconkv::inline v0 {
@@ -30,127 +29,97 @@ struct FpsOptions {
 
 namespace detail {
 
-/// The greedy loop over points that `load` has prepared. Scratch: `n * dim` floats and 5 bytes a point.
+/// One sampling over rows as they lie. Scratch: 12 bytes a row.
 class FpsRun {
  public:
-  FpsRun(Workspace& work, index_t n, index_t dim, FpsMetric metric)
-      : n_(n),
-        dim_(dim),
-        metric_(metric),
-        points_(work.take<float>(n * dim)),
-        nearness_(work.take<float>(n)),
-        state_(work.take<std::uint8_t>(n)),
-        sum_(work.take<double>(dim)) {}
+  FpsRun(Workspace& work, index_t n, index_t dim)
+      : scale_(work.take<float>(n)),
+        nearness_(work.take<float>(padded_to(n, nearness_block))),
+        seen_(work.take<std::int32_t>(n)),
+        sum_(work.take<double>(padded_to(dim, double_lanes))) {}
 
-  /// The place of point `i`: write it there, then call `prepare`.
-  [[nodiscard]] float* point(index_t i) noexcept { return points_.data() + i * dim_; }
-
-  /// Normalises point `i` (cosine) and notes whether it is finite; a non-finite row counts as zero and is chosen last.
-  void prepare(index_t i) noexcept {
-    float* const x = point(i);
-    const bool finite = all_finite(x, dim_);
-    state_[at(i)] = finite ? free_finite : free_not_finite;
-    if (!finite) std::fill(x, x + dim_, 0.0F);
-    if (metric_ != FpsMetric::cosine) return;
-    double square = 0;
-    for (index_t d = 0; d < dim_; ++d) square += static_cast<double>(x[d]) * static_cast<double>(x[d]);
-    const double scale = square > 0 ? 1 / std::sqrt(square) : 0;
-    for (index_t d = 0; d < dim_; ++d) x[d] = static_cast<float>(static_cast<double>(x[d]) * scale);
+  /// Picks `count` more rows; their indices, in order of selection, go to `out`. Returns how many: fewer only where no row is
+  /// left.
+  index_t run(const ConstRows& rows, FpsMetric metric, std::span<const slot_t> start, index_t count, slot_t* out) noexcept {
+    return metric == FpsMetric::cosine ? run<Pairing::product>(rows, start, count, out)
+                                       : run<Pairing::square_of_difference>(rows, start, count, out);
   }
 
-  /// Picks `count` more points; their indices, in order of selection, go to `out`. Returns how many: fewer only where no point
-  /// is left.
-  index_t run(std::span<const slot_t> start, index_t count, slot_t* out) noexcept {
-    const index_t left = n_ - static_cast<index_t>(start.size());
-    for (const slot_t s : start) state_[at(s)] = chosen;
-    if (count >= left) {
-      for (index_t i = 0; i < n_; ++i)
-        if (state_[at(i)] != chosen) *out++ = static_cast<slot_t>(i);
-      return left;
+ private:
+  template <Pairing pairing>
+  index_t run(const ConstRows& rows, std::span<const slot_t> start, index_t count, slot_t* out) noexcept {
+    const index_t n = rows.rows;
+    const auto num_start = static_cast<index_t>(start.size());
+    if (count >= n - num_start) return pick_the_rest(n, start, out);
+    if (count == 0) return 0;
+    FarthestPoints points{.rows = rows.data,
+                          .stride = rows.stride,
+                          .dim = rows.dim,
+                          .n = n,
+                          .scale = scale_.data(),
+                          .nearness = nearness_.data(),
+                          .seen = seen_.data(),
+                          .start = start.data(),
+                          .num_start = num_start,
+                          .picked = out};
+    FirstPick first{.sum = sum_.data()};
+    detail::run<SumRows<pairing>>(&points, &first);
+    std::fill(nearness_.begin() + n, nearness_.end(), chosen_nearness);
+    std::fill(seen_.begin(), seen_.begin() + n, 0);
+    if (pairing == Pairing::square_of_difference && first.longest > 0)  // squares then stay in the range of float
+      points.unit = std::ldexp(1.0F, std::clamp(-std::ilogb(first.longest) / 2, -126, 126));
+
+    index_t picked = 0;
+    if (num_start == 0) {
+      detail::run<MeanNearness<pairing>>(&points, &first);
+      index_t least_near = 0;
+      detail::run<Farthest<pairing>>(&points, &least_near);
+      out[picked++] = static_cast<slot_t>(least_near);
+      if (picked == count) return count;
     }
-    if (start.empty())
-      begin();
-    else
-      std::fill(nearness_.begin(), nearness_.end(), -FLT_MAX);
-    for (const slot_t s : start) come_nearer(s);
-    for (index_t picked = 0; picked < count; ++picked) {
-      const index_t next = farthest();
-      state_[at(next)] = chosen;
-      out[picked] = static_cast<slot_t>(next);
-      if (picked == 0 && start.empty()) std::fill(nearness_.begin(), nearness_.end(), -FLT_MAX);
-      come_nearer(next);
+    for (index_t i = 0; i < n; ++i) nearness_[at(i)] = scale_[at(i)] == not_finite_row ? not_finite_nearness : nothing_chosen;
+    points.picks = 1;
+    detail::run<ComeNearer<pairing>>(&points);  // this once there is no bound that could spare a row
+    for (index_t k = 0; k < num_start + picked; ++k) nearness_[at(points.pick(k))] = chosen_nearness;
+    while (picked < count) {
+      points.picks = num_start + picked;
+      index_t next = 0;
+      detail::run<Farthest<pairing>>(&points, &next);
+      out[picked++] = static_cast<slot_t>(next);
+      nearness_[at(next)] = chosen_nearness;
     }
     return count;
   }
 
- private:
-  static constexpr std::uint8_t free_finite = 0, free_not_finite = 1, chosen = 2;
+  index_t pick_the_rest(index_t n, std::span<const slot_t> start, slot_t* out) noexcept {
+    std::fill(seen_.begin(), seen_.begin() + n, 0);
+    for (const slot_t s : start) seen_[at(s)] = 1;
+    index_t left = 0;
+    for (index_t i = 0; i < n; ++i)
+      if (seen_[at(i)] == 0) out[left++] = static_cast<slot_t>(i);
+    return left;
+  }
   [[nodiscard]] static std::size_t at(index_t i) noexcept { return static_cast<std::size_t>(i); }
 
-  /// Mean nearness of each point to all, up to a term that is equal for all: O(n D) by way of the sum of the points.
-  void begin() noexcept {
-    std::fill(sum_.begin(), sum_.end(), 0.0);
-    for (index_t i = 0; i < n_; ++i)
-      for (index_t d = 0; d < dim_; ++d) sum_[at(d)] += static_cast<double>(point(i)[d]);
-    const double n = static_cast<double>(std::count(state_.begin(), state_.end(), free_finite));
-    for (index_t i = 0; i < n_; ++i) {
-      double mean = 0;
-      for (index_t d = 0; d < dim_; ++d) {
-        const auto x = static_cast<double>(point(i)[d]);
-        const double gap = x - sum_[at(d)] / n;
-        mean += metric_ == FpsMetric::cosine ? x * sum_[at(d)] / n : -gap * gap;
-      }
-      nearness_[at(i)] = static_cast<float>(mean);
-    }
-  }
-
-  [[nodiscard]] float nearness(index_t i, index_t j) noexcept {
-    if (metric_ == FpsMetric::cosine) return dot(point(i), point(j), dim_);
-    double square = 0;
-    for (index_t d = 0; d < dim_; ++d) {
-      const double gap = static_cast<double>(point(i)[d]) - static_cast<double>(point(j)[d]);
-      square += gap * gap;
-    }
-    return static_cast<float>(-square);
-  }
-
-  void come_nearer(index_t to) noexcept {
-    for (index_t i = 0; i < n_; ++i)
-      if (state_[at(i)] == free_finite) nearness_[at(i)] = std::max(nearness_[at(i)], nearness(i, to));
-  }
-
-  /// The free point of least nearness, lowest index among equals; non-finite ones only where nothing else is free.
-  [[nodiscard]] index_t farthest() const noexcept {
-    index_t best = -1;
-    index_t fallback = -1;
-    for (index_t i = 0; i < n_; ++i) {
-      if (state_[at(i)] == free_not_finite && fallback < 0) fallback = i;
-      if (state_[at(i)] == free_finite && (best < 0 || nearness_[at(i)] < nearness_[at(best)])) best = i;
-    }
-    return best >= 0 ? best : fallback;
-  }
-
-  index_t n_;
-  index_t dim_;
-  FpsMetric metric_;
-  std::span<float> points_;
-  std::span<float> nearness_;  // of each free point to its nearest chosen one
-  std::span<std::uint8_t> state_;
+  std::span<float> scale_;
+  std::span<float> nearness_;  // of each free row to the nearest picks that it has seen
+  std::span<std::int32_t> seen_;
   std::span<double> sum_;
 };
 
 }  // namespace detail
 
-/// Scratch of `farthest_point_sampling` over `n` rows of `dim`.
+/// Scratch of `farthest_point_sampling` over `n` rows of `dim`: 12 bytes a row; the rows themselves are read where they lie.
 [[nodiscard]] inline WorkspaceSize fps_workspace_size(index_t n, index_t dim) {
-  return detail::measure([&](Workspace& work) { static_cast<void>(detail::FpsRun(work, n, dim, FpsMetric::cosine)); });
+  return detail::measure([&](Workspace& work) { static_cast<void>(detail::FpsRun(work, n, dim)); });
 }
 
 /// Picks `count` rows, each the one whose nearest picked row is farthest. Their indices go to `selected` in order of selection;
 /// returns how many.
 ///
 /// Ties: lowest index. `count` at or beyond the rows that are left: all of those, ascending. A row with a NaN or infinity is
-/// picked only when no finite row is left. A prefix of a longer run is the shorter run. O(n * count * D), no allocation.
+/// picked only when no finite row is left. A prefix of a longer run is the shorter run. O(n * count * D) at worst; evaluated is
+/// only what may change a pick, a quarter of that for long prompts. No allocation.
 /// Errors: no rows to pick from, negative count, `selected` or `work` too small, `start` out of range or repeated.
 [[nodiscard]] inline Result<index_t> farthest_point_sampling(const ConstRows& rows, index_t count, std::span<slot_t> selected,
                                                              Workspace& work, const FpsOptions& options = {}) {
@@ -171,12 +140,7 @@ class FpsRun {
   if (Status s = work.require(fps_workspace_size(rows.rows, rows.dim)); !s) return s;
 
   const Workspace::Frame frame(work);
-  detail::FpsRun run(work, rows.rows, rows.dim, options.metric);
-  for (index_t i = 0; i < rows.rows; ++i) {
-    std::copy(rows.row(i), rows.row(i) + rows.dim, run.point(i));
-    run.prepare(i);
-  }
-  return run.run(options.start, count, selected.data());
+  return detail::FpsRun(work, rows.rows, rows.dim).run(rows, options.metric, options.start, count, selected.data());
 }
 
 }  // namespace beaconkv::inline v0

@@ -1,0 +1,140 @@
+// beaconkv: KV-cache eviction policies. SPDX-License-Identifier: MIT
+#pragma once
+
+/// \file
+/// Farthest point sampling of few rows: all their cosines, and the greedy rule on these.
+
+#include "beaconkv/kernel/dot_products.hpp"
+#include "beaconkv/kernel/least.hpp"
+
+namespace beaconkv::inline v0::detail {
+
+// A nearness is a cosine or a negative squared distance. These stand in its place, in this order above all of them.
+inline constexpr float chosen_nearness = FLT_MAX;
+inline constexpr float not_finite_nearness = FLT_MAX / 2;
+inline constexpr float nothing_chosen = -FLT_MAX;
+
+/// Nearness is scanned in blocks of this many; what pads the last one counts as chosen.
+inline constexpr index_t nearness_block = 64;
+[[nodiscard]] constexpr index_t padded_to(index_t n, index_t block) noexcept { return (n + block - 1) / block * block; }
+
+/// Cosines of `n` rows, those among the first `known` done already. Rows whose scale is negative come out wrong: `mend` them.
+struct CosineMatrix {
+  const float* rows = nullptr;
+  index_t stride = 0;
+  index_t dim = 0;
+  index_t n = 0;
+  index_t known = 0;
+  const float* scale = nullptr;
+  float* cosines = nullptr;
+  index_t width = 0;  ///< of a row of `cosines`
+};
+
+/// Fills in what is missing, and 1 (0 for a zero row) on the diagonal, where rounding would decide which row is the farthest.
+struct CompleteCosines {
+  template <class Isa>
+  BEACONKV_KERNEL void run(const CosineMatrix* matrix) noexcept {
+    constexpr index_t height = Isa::width == 16 ? 4 : (Isa::width == 8 ? 2 : 1);
+    constexpr index_t breadth = Isa::width == 16 ? 4 : 2;
+    const CosineMatrix m = *matrix;
+    for (index_t i = m.known; i < m.n; i += height) {
+      const float* a[std::size_t{height}];
+      for (index_t r = 0; r < height; ++r) a[r] = m.rows + std::min(i + r, m.n - 1) * m.stride;
+      const index_t last = std::min(i + height, m.n);
+      for (index_t j = 0; j < last; j += breadth) {
+        const float* b[std::size_t{breadth}];
+        float dots[std::size_t{height * breadth}];
+        for (index_t c = 0; c < breadth; ++c) b[c] = m.rows + std::min(j + c, m.n - 1) * m.stride;
+        tile<Pairing::product, Isa, height, breadth>(dots, a, b, m.dim, 1.0F);
+        for (index_t r = 0; i + r < last; ++r)
+          for (index_t c = 0; c < breadth && j + c <= i + r; ++c) {
+            const float cosine = dots[r * breadth + c] * (m.scale[i + r] * m.scale[j + c]);
+            m.cosines[(i + r) * m.width + j + c] = cosine;
+            m.cosines[(j + c) * m.width + i + r] = cosine;
+          }
+      }
+    }
+    for (index_t i = 0; i < m.n; ++i) {
+      m.cosines[i * m.width + i] = m.scale[i] > 0 ? 1.0F : 0.0F;
+      for (index_t j = m.n; j < m.width; ++j) m.cosines[i * m.width + j] = 0;
+    }
+  }
+
+  /// What follows a run where some scale is negative.
+  struct Mend {
+    template <class Isa>
+    BEACONKV_KERNEL void run(const CosineMatrix* matrix) noexcept {
+      const CosineMatrix m = *matrix;
+      for (index_t i = 0; i < m.n; ++i)
+        for (index_t j = 0; j <= i; ++j) {
+          if (m.scale[i] >= 0 && m.scale[j] >= 0) continue;
+          float cosine = i == j ? 1.0F : 0.0F;
+          if (m.scale[i] == not_finite_row || m.scale[j] == not_finite_row)
+            cosine = 0;
+          else if (i != j)
+            cosine = cosine_of_unusual<Isa>(m.rows + i * m.stride, m.rows + j * m.stride, m.dim);
+          m.cosines[i * m.width + j] = cosine;
+          m.cosines[j * m.width + i] = cosine;
+        }
+    }
+  };
+};
+
+/// Picks `count < n` rows by the greedy rule. `nearness` has room for whole multiples of 16 and is `chosen_nearness` for the
+/// chosen ones in the end; a row of `cosines` is as wide.
+struct PickByCosines {
+  template <class Isa>
+  BEACONKV_KERNEL void run(const CosineMatrix* matrix, index_t count, float* nearness) noexcept {
+    using Floats = typename Isa::Floats;
+    const CosineMatrix m = *matrix;
+    for (index_t c = 0; c < m.n; c += double_lanes) {
+      DoubleLanes<Isa> sum = {};
+      for (index_t j = 0; j < m.n; ++j) {
+        DoubleLanes<Isa> x;
+        read(x, m.cosines + j * m.width + c);
+        BEACONKV_UNROLL for (index_t p = 0; p < x.count; ++p) sum.part[p] = sum.part[p] + x.part[p];
+      }
+      write(nearness + c, sum);
+    }
+    for (index_t i = 0; i < m.n; ++i)
+      if (m.scale[i] == not_finite_row) nearness[i] = not_finite_nearness;
+    for (index_t i = m.n; i < padded_to(m.n, lanes); ++i) nearness[i] = chosen_nearness;
+
+    LeastSoFar<Isa> search;
+    LeastSoFar<Isa>::begin(search);
+    for (index_t c = 0; c < m.n; c += lanes) BEACONKV_UNROLL for (index_t p = 0; p < search.count; ++p) {
+        Floats x;
+        load(x, nearness + c + p * Isa::width);
+        LeastSoFar<Isa>::add(search, x, p);
+      }
+    float value = 0;
+    index_t pick = 0;
+    LeastSoFar<Isa>::end(search, value, pick);
+
+    for (index_t picked = 1; picked < count; ++picked) {
+      const float* const row = m.cosines + pick * m.width;
+      LeastSoFar<Isa>::begin(search);
+      for (index_t c = 0; c < m.n; c += lanes) BEACONKV_UNROLL for (index_t p = 0; p < search.count; ++p) {
+          Floats x;
+          Floats near;
+          load(x, nearness + c + p * Isa::width);
+          load(near, row + c + p * Isa::width);
+          if (picked == 1) {  // the means have done their service
+            const typename Isa::Ints free = x < not_finite_nearness;
+            select(x, free, near, x);
+          } else {
+            raise_to(x, near);
+          }
+          const typename Isa::Ints here = search.now[p] == static_cast<std::int32_t>(pick);
+          const Floats chosen = chosen_nearness - Floats{};
+          select(x, here, chosen, x);
+          store(nearness + c + p * Isa::width, x);
+          LeastSoFar<Isa>::add(search, x, p);
+        }
+      LeastSoFar<Isa>::end(search, value, pick);
+    }
+    nearness[pick] = chosen_nearness;
+  }
+};
+
+}  // namespace beaconkv::inline v0::detail

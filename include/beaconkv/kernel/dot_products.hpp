@@ -1,0 +1,280 @@
+// beaconkv: KV-cache eviction policies. SPDX-License-Identifier: MIT
+#pragma once
+
+/// \file
+/// Dot products and distances of rows as they lie in memory, several pairs at a time.
+///
+/// Element `d` of a pair is added to lane `d % 16`, and the lanes are summed in one fixed tree: a pair has the same bits
+/// whichever way round it is, in whatever company it is computed.
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+
+#include "beaconkv/kernel/vector.hpp"
+
+namespace beaconkv::inline v0::detail {
+
+typedef float Float2 __attribute__((vector_size(8)));
+typedef double Double2 __attribute__((vector_size(16)));
+typedef double Double4 __attribute__((vector_size(32)));
+typedef double Double8 __attribute__((vector_size(64)));
+
+/// `sum = ` the lanes `l`, `l + 4`, `l + 8`, `l + 12` of `x`.
+BEACONKV_KERNEL void sum_to_four(Float4& sum, const Lanes<Baseline>& x) noexcept {
+  sum = (x.part[0] + x.part[2]) + (x.part[1] + x.part[3]);
+}
+BEACONKV_KERNEL void sum_to_four(Float4& sum, const Float8& x) noexcept {
+  sum = __builtin_shufflevector(x, x, 0, 1, 2, 3) + __builtin_shufflevector(x, x, 4, 5, 6, 7);
+}
+BEACONKV_KERNEL void sum_to_four(Float4& sum, const Lanes<Avx2>& x) noexcept {
+  const Float8 half = x.part[0] + x.part[1];
+  sum_to_four(sum, half);
+}
+BEACONKV_KERNEL void sum_to_four(Float4& sum, const Lanes<Avx512>& x) noexcept {
+  const Float16 v = x.part[0];
+  const Float8 half =
+      __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) + __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+  sum_to_four(sum, half);
+}
+
+/// `out[i] = ` the sum of all lanes of `x[i]`, for `n` of them.
+template <index_t n, class Isa>
+BEACONKV_KERNEL void sums_of(float* out, const Lanes<Isa> (&x)[std::size_t{n}]) noexcept {
+  BEACONKV_UNROLL for (index_t i = 0; i < n; i += 4) {
+    Float4 f[4];
+    BEACONKV_UNROLL for (index_t k = 0; k < 4; ++k) sum_to_four(f[k], x[i + k < n ? i + k : i]);
+    const Float4 a = __builtin_shufflevector(f[0], f[1], 0, 1, 4, 5) + __builtin_shufflevector(f[0], f[1], 2, 3, 6, 7);
+    const Float4 b = __builtin_shufflevector(f[2], f[3], 0, 1, 4, 5) + __builtin_shufflevector(f[2], f[3], 2, 3, 6, 7);
+    const Float4 s = __builtin_shufflevector(a, b, 0, 2, 4, 6) + __builtin_shufflevector(a, b, 1, 3, 5, 7);
+    if constexpr (n % 4 == 0)
+      store(out + i, s);
+    else
+      BEACONKV_UNROLL for (index_t k = 0; i + k < n; ++k) out[i + k] = s[k];
+  }
+}
+
+/// Sixteen floats of a row that ends after `rest` more: zeros behind.
+template <class Isa>
+BEACONKV_KERNEL void read_end(Lanes<Isa>& x, const float* from, index_t rest) noexcept {
+  float padded[lanes] = {};
+  for (index_t i = 0; i < rest; ++i) padded[i] = from[i];
+  Lanes<Isa>::read(x, padded);
+}
+
+enum class Pairing : std::uint8_t { product, square_of_difference };
+
+/// One step of `tile`: sixteen elements of each pair.
+template <Pairing pairing, class Isa, index_t n, index_t m>
+BEACONKV_KERNEL void add_pairs(Lanes<Isa> (&sum)[std::size_t{n * m}], const Lanes<Isa> (&a)[std::size_t{n}],
+                               const Lanes<Isa> (&b)[std::size_t{m}], const typename Isa::Floats& unit) noexcept {
+  BEACONKV_UNROLL for (index_t i = 0; i < n; ++i) BEACONKV_UNROLL for (index_t j = 0; j < m; ++j)
+      BEACONKV_UNROLL for (index_t p = 0; p < Lanes<Isa>::count; ++p) {
+    typename Isa::Floats& s = sum[i * m + j].part[p];
+    if constexpr (pairing == Pairing::product) {
+      s = s + a[i].part[p] * b[j].part[p];
+    } else {
+      const typename Isa::Floats gap = a[i].part[p] * unit - b[j].part[p] * unit;
+      s = s + gap * gap;
+    }
+  }
+}
+
+/// `out[i * m + j] = ` the sum over `d` of `a[i][d] * b[j][d]`, or of the squares of `(a[i][d] - b[j][d]) * unit`.
+template <Pairing pairing, class Isa, index_t n, index_t m>
+BEACONKV_KERNEL void tile(float* out, const float* const (&a)[std::size_t{n}], const float* const (&b)[std::size_t{m}],
+                          index_t dim, float unit) noexcept {
+  Lanes<Isa> sum[std::size_t{n * m}] = {};
+  Lanes<Isa> x[std::size_t{n}];
+  Lanes<Isa> y[std::size_t{m}];
+  const typename Isa::Floats units = unit - typename Isa::Floats{};
+  index_t d = 0;
+  for (; d + lanes <= dim; d += lanes) {
+    BEACONKV_UNROLL for (index_t i = 0; i < n; ++i) Lanes<Isa>::read(x[i], a[i] + d);
+    BEACONKV_UNROLL for (index_t j = 0; j < m; ++j) Lanes<Isa>::read(y[j], b[j] + d);
+    add_pairs<pairing, Isa, n, m>(sum, x, y, units);
+  }
+  if (d < dim) {
+    BEACONKV_UNROLL for (index_t i = 0; i < n; ++i) read_end(x[i], a[i] + d, dim - d);
+    BEACONKV_UNROLL for (index_t j = 0; j < m; ++j) read_end(y[j], b[j] + d, dim - d);
+    add_pairs<pairing, Isa, n, m>(sum, x, y, units);
+  }
+  sums_of<n * m, Isa>(out, sum);
+}
+
+/// Eight doubles, for sums over many rows and for lengths, which leave the range of float.
+template <class Isa>
+struct DoubleLanes;
+template <>
+struct DoubleLanes<Baseline> {
+  using Floats = Float2;
+  using Doubles = Double2;
+  static constexpr index_t count = 4;
+  Doubles part[4];
+  BEACONKV_KERNEL double sum(const DoubleLanes& x) noexcept {
+    const Double2 s = (x.part[0] + x.part[2]) + (x.part[1] + x.part[3]);
+    return s[0] + s[1];
+  }
+};
+template <>
+struct DoubleLanes<Avx2> {
+  using Floats = Float4;
+  using Doubles = Double4;
+  static constexpr index_t count = 2;
+  Doubles part[2];
+  BEACONKV_KERNEL double sum(const DoubleLanes& x) noexcept {
+    const Double4 v = x.part[0] + x.part[1];
+    const Double2 s = __builtin_shufflevector(v, v, 0, 1) + __builtin_shufflevector(v, v, 2, 3);
+    return s[0] + s[1];
+  }
+};
+template <>
+struct DoubleLanes<Avx512> {
+  using Floats = Float8;
+  using Doubles = Double8;
+  static constexpr index_t count = 1;
+  Doubles part[1];
+  BEACONKV_KERNEL double sum(const DoubleLanes& x) noexcept {
+    const Double8 w = x.part[0];
+    const Double4 v = __builtin_shufflevector(w, w, 0, 1, 2, 3) + __builtin_shufflevector(w, w, 4, 5, 6, 7);
+    const Double2 s = __builtin_shufflevector(v, v, 0, 1) + __builtin_shufflevector(v, v, 2, 3);
+    return s[0] + s[1];
+  }
+};
+
+inline constexpr index_t double_lanes = 8;
+
+template <class Isa>
+BEACONKV_KERNEL void read(DoubleLanes<Isa>& x, const float* from) noexcept {
+  BEACONKV_UNROLL for (index_t p = 0; p < x.count; ++p) {
+    typename DoubleLanes<Isa>::Floats f;
+    load(f, from + p * (double_lanes / x.count));
+    x.part[p] = __builtin_convertvector(f, typename DoubleLanes<Isa>::Doubles);
+  }
+}
+template <class Isa>
+BEACONKV_KERNEL void read(DoubleLanes<Isa>& x, const double* from) noexcept {
+  BEACONKV_UNROLL for (index_t p = 0; p < x.count; ++p) load(x.part[p], from + p * (double_lanes / x.count));
+}
+template <class Isa>
+BEACONKV_KERNEL void write(double* to, const DoubleLanes<Isa>& x) noexcept {
+  BEACONKV_UNROLL for (index_t p = 0; p < x.count; ++p) store(to + p * (double_lanes / x.count), x.part[p]);
+}
+/// The doubles, rounded.
+template <class Isa>
+BEACONKV_KERNEL void write(float* to, const DoubleLanes<Isa>& x) noexcept {
+  BEACONKV_UNROLL for (index_t p = 0; p < x.count; ++p) {
+    const typename DoubleLanes<Isa>::Floats f = __builtin_convertvector(x.part[p], typename DoubleLanes<Isa>::Floats);
+    store(to + p * (double_lanes / x.count), f);
+  }
+}
+/// Eight floats of a row, zeros behind its end.
+template <class Isa>
+BEACONKV_KERNEL void read_up_to(DoubleLanes<Isa>& x, const float* from, index_t rest) noexcept {
+  if (rest >= double_lanes) return read(x, from);
+  float padded[double_lanes] = {};
+  for (index_t i = 0; i < rest; ++i) padded[i] = from[i];
+  read(x, padded);
+}
+
+/// `out[i] = ` the sum of the squares of `rows[i]`; NaN or infinity where the row holds one, and only there.
+template <class Isa, index_t n>
+BEACONKV_KERNEL void squares_of(double* out, const float* const (&rows)[std::size_t{n}], index_t dim) noexcept {
+  DoubleLanes<Isa> sum[std::size_t{n}] = {};
+  for (index_t d = 0; d < dim; d += double_lanes) BEACONKV_UNROLL for (index_t i = 0; i < n; ++i) {
+      DoubleLanes<Isa> x;
+      read_up_to(x, rows[i] + d, dim - d);
+      BEACONKV_UNROLL for (index_t p = 0; p < x.count; ++p) sum[i].part[p] = sum[i].part[p] + x.part[p] * x.part[p];
+    }
+  BEACONKV_UNROLL for (index_t i = 0; i < n; ++i) out[i] = DoubleLanes<Isa>::sum(sum[i]);
+}
+
+// A row stands for its direction; what turns dot products into cosines is one number a row, its scale: 1 / length, 0 for a row
+// of zeros, or one of these.
+inline constexpr float not_finite_row = -1.0F;
+/// So long or short that products of its elements leave the range of float; see `cosine_of_unusual`.
+inline constexpr float unusual_row = -2.0F;
+
+/// The scale of a row from the sum of its squares.
+BEACONKV_KERNEL float scale_of(double squares) noexcept {
+  const auto exponent = static_cast<std::int32_t>(std::bit_cast<std::uint64_t>(squares) >> 52) & 0x7FF;
+  if (exponent == 0x7FF) return not_finite_row;
+  if (exponent == 0) return 0.0F;
+  if (exponent < 1023 - 80 || exponent > 1023 + 80) return unusual_row;
+  return static_cast<float>(1 / std::sqrt(squares));
+}
+
+/// The power of two that brings a row near to length 1, and the scale of the row thus shortened.
+struct RowUnit {
+  float power = 1;
+  float scale = 0;
+};
+template <class Isa>
+BEACONKV_KERNEL void unit_of(RowUnit& out, const float* row, index_t dim) noexcept {
+  double squares = 0;
+  const float* const rows[1] = {row};
+  squares_of<Isa, 1>(&squares, rows, dim);
+  out = {};
+  if (squares == 0) return;
+  const double length = std::sqrt(squares);
+  const auto exponent = static_cast<std::int32_t>(std::bit_cast<std::uint64_t>(length) >> 52) - 1023;
+  out.power = std::bit_cast<float>((std::clamp(-exponent, -126, 126) + 127) << 23);
+  out.scale = static_cast<float>(1 / (length * static_cast<double>(out.power)));
+}
+
+/// The cosine of two finite rows of any lengths; the same bits as from scales, where that is possible.
+template <class Isa>
+BEACONKV_KERNEL float cosine_of_unusual(const float* a, const float* b, index_t dim) noexcept {
+  RowUnit unit_a;
+  RowUnit unit_b;
+  unit_of<Isa>(unit_a, a, dim);
+  unit_of<Isa>(unit_b, b, dim);
+  Lanes<Isa> sum[1] = {};
+  for (index_t d = 0; d < dim; d += lanes) {
+    Lanes<Isa> x[1];
+    Lanes<Isa> y[1];
+    read_end(x[0], a + d, std::min(lanes, dim - d));
+    read_end(y[0], b + d, std::min(lanes, dim - d));
+    BEACONKV_UNROLL for (index_t p = 0; p < Lanes<Isa>::count; ++p) {
+      x[0].part[p] = x[0].part[p] * unit_a.power;
+      y[0].part[p] = y[0].part[p] * unit_b.power;
+    }
+    add_pairs<Pairing::product, Isa, 1, 1>(sum, x, y, x[0].part[0]);
+  }
+  float dot = 0;
+  sums_of<1, Isa>(&dot, sum);
+  return dot * (unit_a.scale * unit_b.scale);
+}
+
+/// `out[i] = rows[i] . row`, for `n` rows that lie `stride` apart.
+struct DotProducts {
+  template <class Isa>
+  BEACONKV_KERNEL void run(const float* row, const float* rows, index_t stride, index_t dim, index_t n, float* out) noexcept {
+    constexpr index_t height = Isa::width == 4 ? 2 : 4;
+    const float* const b[1] = {row};
+    for (index_t i = 0; i < n; i += height) {
+      const float* a[std::size_t{height}];
+      float dots[std::size_t{height}];
+      for (index_t r = 0; r < height; ++r) a[r] = rows + std::min(i + r, n - 1) * stride;
+      tile<Pairing::product, Isa, height, 1>(dots, a, b, dim, 1.0F);
+      for (index_t r = 0; r < height && i + r < n; ++r) out[i + r] = dots[r];
+    }
+  }
+};
+
+/// `scale[i] = ` the scale of row `i`.
+struct RowScales {
+  template <class Isa>
+  BEACONKV_KERNEL void run(const float* rows, index_t stride, index_t dim, index_t n, float* scale) noexcept {
+    for (index_t i = 0; i < n; i += 4) {
+      const float* row[4];
+      double squares[4];
+      for (index_t r = 0; r < 4; ++r) row[r] = rows + std::min(i + r, n - 1) * stride;
+      squares_of<Isa, 4>(squares, row, dim);
+      for (index_t r = 0; r < 4 && i + r < n; ++r) scale[i + r] = scale_of(squares[r]);
+    }
+  }
+};
+
+}  // namespace beaconkv::inline v0::detail
