@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "support/check.hpp"
+#include "support/instruction_sets.hpp"
 #include "support/layouts.hpp"
 #include "support/reference.hpp"
 
@@ -74,6 +75,121 @@ reference::Row expected(const Keys& keys, const RedundancyOptions& options) {
   if (options.spared == SparedLookAlike::first_percent) spare = reference::Spare::first_percent;
   return reference::redundancy_means(keys.matrix(), static_cast<double>(options.threshold), spare,
                                      static_cast<double>(options.ratio));
+}
+
+/// The whole matrix of cosines, by the same kernel of products as everything that is tested elsewhere: the same bits as the
+/// library's cosines, so that even a threshold that meets them decides alike.
+reference::Row matrix_form(const Keys& keys, const RedundancyOptions& options) {
+  const auto n = static_cast<std::size_t>(keys.count);
+  const auto dim = static_cast<std::size_t>(keys.dim);
+  std::vector<float> unit(n * dim, 0.0F);
+  for (std::size_t i = 0; i < n; ++i) {
+    const float* const key = keys.data.data() + i * dim;
+    if (!detail::all_finite(key, keys.dim)) continue;
+    double square = 0;
+    for (std::size_t d = 0; d < dim; ++d) square += static_cast<double>(key[d]) * static_cast<double>(key[d]);
+    const double inverse = 1 / (std::sqrt(square) + 1e-8);
+    for (std::size_t d = 0; d < dim; ++d) unit[i * dim + d] = static_cast<float>(static_cast<double>(key[d]) * inverse);
+  }
+  const index_t rows = detail::round_up(keys.count, detail::lanes);
+  std::vector<float> packed(static_cast<std::size_t>(rows) * dim);
+  std::vector<float> s(static_cast<std::size_t>(rows) * n);  // [column][row]
+  bool not_finite = false;
+  detail::run<detail::PackRows>(unit.data(), index_t{1}, keys.count, rows, rows, keys.dim, 1.0F, packed.data());
+  detail::run<detail::Products>(packed.data(), rows, keys.dim, unit.data(), keys.dim, keys.count, s.data(), &not_finite);
+
+  const auto at = [&](std::size_t row, std::size_t column) -> float& {
+    return s[column * static_cast<std::size_t>(rows) + row];
+  };
+  for (std::size_t i = 0; i < n; ++i) {
+    at(i, i) = 0;
+    bool any = false;
+    std::size_t spared = 0;
+    for (std::size_t j = 0; j < n; ++j)
+      if (at(i, j) > options.threshold) {
+        spared = j;
+        any = true;
+      }
+    if (options.spared == SparedLookAlike::column_zero) spared = 0;
+    if (options.spared == SparedLookAlike::first_percent) {
+      std::vector<std::size_t> number(n, 0);
+      for (std::size_t j = 0; j < n; ++j) number[j] = at(i, j) > options.threshold ? j : 0;
+      std::sort(number.begin(), number.end());
+      spared = number[static_cast<std::size_t>(static_cast<double>(n) * options.ratio) - 1];
+    }
+    if (options.spared != SparedLookAlike::last || any || options.spare_column_zero) at(i, spared) = 0;
+  }
+  reference::Row out(n, 0.0);
+  for (std::size_t j = 0; j < n; ++j) {
+    for (std::size_t i = 0; i < n; ++i) out[j] += static_cast<double>(at(i, j));
+    out[j] /= static_cast<double>(n);
+  }
+  return out;
+}
+
+/// What makes a search short, long, or change its mind.
+enum class Kind { independent, common_mean, clusters, some_alike, duplicates, zeros, not_finite };
+
+Keys keys_of(Kind kind, index_t count, index_t dim, Random& random) {
+  Keys keys{count, dim, random.normals(count * dim)};
+  const std::vector<float> centres = random.normals(8 * dim);
+  const float share = random.uniform(0.3F, 0.7F);
+  const auto move_to = [&](index_t i, index_t centre) {
+    for (index_t d = 0; d < dim; ++d) keys.row(i)[d] += 3 * centres[static_cast<std::size_t>(centre * dim + d)];
+  };
+  for (index_t i = 0; i < count; ++i) {
+    if (kind == Kind::common_mean) move_to(i, 0);
+    if (kind == Kind::clusters || kind == Kind::duplicates) move_to(i, random.integer(0, 7));
+    if (kind == Kind::some_alike && random.uniform(0, 1) < share) move_to(i, random.integer(0, 1));
+    if (kind == Kind::duplicates && i > 0 && random.coin()) std::copy_n(keys.row(random.integer(0, i - 1)), dim, keys.row(i));
+    if (kind == Kind::zeros && random.coin()) std::fill_n(keys.row(i), dim, random.coin() ? 0.0F : -0.0F);
+    if (kind == Kind::not_finite && random.coin())
+      keys.row(i)[random.integer(0, dim - 1)] = random.coin() ? nan_float() : -infinity_float();
+  }
+  return keys;
+}
+
+constexpr Kind all_kinds[] = {Kind::independent, Kind::common_mean, Kind::clusters,  Kind::some_alike,
+                              Kind::duplicates,  Kind::zeros,       Kind::not_finite};
+
+TEST_CASE("Column means agree with the whole matrix under each instruction set, whoever is alike") {
+  Random random;
+  CAPTURE(random.seed());
+  for (const index_t count : {1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 95, 96, 97, 170, 200, 500})
+    for (const Kind kind : all_kinds) {
+      const index_t dim =
+          count > 200 ? 24 : std::vector<index_t>{1, 5, 16, 33, 64}[static_cast<std::size_t>(random.integer(0, 4))];
+      const Keys keys = keys_of(kind, count, dim, random);
+      for (const float threshold : {-1.0F, -0.2F, -0.0F, 0.5F, 1.0F}) {
+        RedundancyOptions options{.threshold = threshold, .spare_column_zero = random.coin()};
+        std::vector<std::vector<float>> with_fma;
+        for (const InstructionSet set : supported_sets()) {
+          const ForcedSet forced(set);
+          CAPTURE(count, dim, static_cast<int>(kind), threshold, options.spare_column_zero);
+          const std::vector<float> out = means(keys, options);
+          REQUIRE(largest_difference(out, matrix_form(keys, options)) <= 1e-6);
+          if (set != InstructionSet::baseline) with_fma.push_back(out);
+          if (threshold != 0.5F || count < 2) continue;
+          for (const SparedLookAlike spared : {SparedLookAlike::column_zero, SparedLookAlike::first_percent}) {
+            const RedundancyOptions other{.threshold = threshold, .spared = spared, .ratio = 0.9};
+            REQUIRE(largest_difference(means(keys, other), matrix_form(keys, other)) <= 1e-6);
+          }
+        }
+        if (with_fma.size() == 2) REQUIRE(same_bits(with_fma[0], with_fma[1]));
+      }
+    }
+}
+
+TEST_CASE("Equal keys have equal column sums but for what is spared") {
+  Random random;
+  CAPTURE(random.seed());
+  for (const InstructionSet set : supported_sets()) {
+    const ForcedSet forced(set);
+    Keys keys = keys_of(Kind::independent, 150, 20, random);
+    for (const index_t i : {7, 64, 149}) std::copy_n(keys.row(3), 20, keys.row(i));
+    const std::vector<float> out = means(keys, {.threshold = 1.0F, .spared = SparedLookAlike::column_zero});
+    for (const std::size_t i : {7U, 64U, 149U}) CHECK(out[i] == out[3]);
+  }
 }
 
 TEST_CASE("[E7] the newest look-alike is spared; who has none spares column 0 or nothing", "[E7]") {

@@ -182,4 +182,33 @@ TEST_CASE("Softmax agrees with the formula and does not overflow") {
   CHECK(none.empty());
 }
 
+TEST_CASE("Softmax at every size around registers, under each instruction set") {
+  Random random;
+  CAPTURE(random.seed());
+  for (const index_t n : {1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64, 65, 1000})
+    for (const float width : {1e-3F, 1.0F, 30.0F, 200.0F}) {
+      std::vector<float> x = random.normals(n);
+      for (float& v : x) v *= width;
+      double top = -1e30;
+      for (const float v : x) top = std::max(top, static_cast<double>(v));
+      double sum = 0;
+      for (const float v : x) sum += std::exp(static_cast<double>(v) - top);
+      std::vector<std::vector<float>> results;
+      for (const InstructionSet set : supported_sets()) {
+        const ForcedSet forced(set);
+        std::vector<float> out = x;
+        detail::softmax(out);
+        CAPTURE(n, width);
+        for (std::size_t i = 0; i < x.size(); ++i) {
+          const double exact = std::exp(static_cast<double>(x[i]) - top) / sum;
+          REQUIRE(std::abs(static_cast<double>(out[i]) - exact) <= 1.5e-7 * exact + 1e-37);
+          for (std::size_t j = 0; j < x.size() && j < 40; ++j)
+            if (x[i] < x[j]) REQUIRE(out[i] <= out[j]);
+        }
+        if (set != InstructionSet::baseline) results.push_back(out);
+      }
+      if (results.size() == 2) REQUIRE(results[0] == results[1]);
+    }
+}
+
 }  // namespace

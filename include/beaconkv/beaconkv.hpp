@@ -26,6 +26,7 @@
 #include "beaconkv/kernel/products.hpp"
 #include "beaconkv/kernel/ranking.hpp"
 #include "beaconkv/kernel/rotation.hpp"
+#include "beaconkv/kernel/similarity.hpp"
 #include "beaconkv/kernel/softmax.hpp"
 #include "beaconkv/kernel/vector.hpp"
 #include "beaconkv/memory/cache_books.hpp"

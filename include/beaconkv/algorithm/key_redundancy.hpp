@@ -6,14 +6,18 @@
 ///
 /// Source: R-KV (arXiv 2505.24133), as its published code computes it (`cal_similarity`), which differs from the paper's text:
 /// every row spares one look-alike of its own, and a row without a look-alike spares column 0.
+///
+/// The matrix of cosines is never made. Its column sums are dot products with the sum of all unit vectors; what needs single
+/// cosines is each row's newest look-alike, which most keys find among the newest keys.
 
-#include <Eigen/Core>
 #include <algorithm>
-#include <cmath>
+#include <bit>
+#include <numeric>
 #include <span>
 
-#include "beaconkv/algorithm/attention.hpp"
 #include "beaconkv/detail/numeric.hpp"
+#include "beaconkv/kernel/similarity.hpp"
+#include "beaconkv/types.hpp"
 #include "beaconkv/workspace.hpp"
 
 namespace beaconkv::inline v0 {
@@ -46,62 +50,83 @@ struct RedundancyOptions {
 
 namespace detail {
 
-/// Keys are read in tiles of this many rows at most, so that Eigen's products stay below its stack limit and never allocate.
-[[nodiscard]] constexpr index_t tile_rows(index_t dim) noexcept {
-  return std::clamp<index_t>(16384 / std::max<index_t>(dim, 1), 1, 64);
-}
-
-using RowMajor = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
-using ConstRowMap = Eigen::Map<const RowMajor, 0, Eigen::OuterStride<>>;
-using Columns = Eigen::Map<Eigen::MatrixXf>;
-
-[[nodiscard]] inline ConstRowMap map_rows(const ConstRows& rows) {
-  return {rows.data, rows.rows, rows.dim, Eigen::OuterStride<>(rows.stride)};
-}
-
-/// `out` [a.rows x b.rows], column-major: all dot products. Blocks of rows of `a` keep Eigen's packing on the stack.
-inline void products(const ConstRows& a, const ConstRows& b, float* out) {
-  const index_t block = std::max<index_t>(8, 16384 / a.dim);
-  const ConstRowMap left = map_rows(a);
-  const ConstRowMap right = map_rows(b);
-  Columns all(out, a.rows, b.rows);
-  for (index_t i = 0; i < a.rows; i += block) {
-    const index_t n = std::min(block, a.rows - i);
-    all.middleRows(i, n).noalias() = left.middleRows(i, n) * right.transpose();
-  }
-}
-
-inline constexpr index_t redundancy_strip = 64;  // rows of the similarity matrix that exist at a time
-
 struct RedundancyScratch {
+  static constexpr index_t tile_rows = 64;  // keys are read in tiles of this many
+
   RedundancyScratch(Workspace& work, index_t keys, index_t dim)
-      : decoded(work.take<float>(tile_rows(dim) * dim)),
-        unit(work.take<float>(keys * dim)),
-        strip(work.take<float>(redundancy_strip * keys)),
+      : width(round_up(dim, lanes)),
+        decoded(work.take<float>(tile_rows * dim)),
+        unit(work.take<float>(keys * width)),
+        total(work.take<double>(width)),
+        packed(work.take<float>(std::min(round_up(keys, column_block), most_columns) * width)),
+        strip(work.take<float>(column_block * keys)),
+        open(work.take<slot_t>(keys)),
+        spared(work.take<slot_t>(keys)),
         column_sum(work.take<double>(keys)) {}
 
+  /// Unit vectors of `[first, last)`, as `FindAlike` and `Products` want them.
+  void pack(index_t first, index_t last) const noexcept {
+    const index_t total_rows = round_up(last - first, column_block);
+    run<PackRows>(unit.data() + first * width, index_t{1}, last - first, total_rows, total_rows, width, 1.0F, packed.data());
+  }
+
+  index_t width;  // of a unit vector, zeros behind `dim`
   std::span<float> decoded;
   std::span<float> unit;
-  std::span<float> strip;  // [keys][rows of the strip]
+  std::span<double> total;  // sum of all unit vectors
+  std::span<float> packed;
+  std::span<float> strip;    // [keys][column_block], of `first_percent` only
+  std::span<slot_t> open;    // rows whose newest look-alike is not known yet
+  std::span<slot_t> spared;  // column that each row spares, or -1
   std::span<double> column_sum;
 };
 
-/// The column that row `i` spares, or -1. `strip` is [keys][rows], `r` the row within it.
-[[nodiscard]] inline index_t spared_column(const float* strip, index_t keys, index_t rows, index_t r,
-                                           const RedundancyOptions& options) noexcept {
-  if (options.spared == SparedLookAlike::column_zero) return 0;
-  if (options.spared == SparedLookAlike::last) {
-    for (index_t j = keys - 1; j >= 0; --j)
-      if (strip[j * rows + r] > options.threshold) return j;
-    return options.spare_column_zero ? 0 : -1;
+/// `scratch.spared`: each row's last column above the threshold, or -1.
+///
+/// From the newest columns down. As long as most rows are open, all rows meet the columns and both sides of each pair take
+/// note, so that the columns are done with: half the matrix at worst. Then only open rows go on, which leave as they find.
+inline void find_newest_alike(const RedundancyScratch& scratch, index_t keys, float threshold) noexcept {
+  std::fill(scratch.spared.begin(), scratch.spared.end(), slot_t{-1});
+  std::iota(scratch.open.begin(), scratch.open.end(), slot_t{0});
+  const auto rows = scratch.open.begin();
+  const auto is_done = [&](slot_t row) { return scratch.spared[static_cast<std::size_t>(row)] >= 0; };
+  bool both_ways = true;
+  index_t count = keys;
+  index_t step = column_block;
+  for (index_t last = keys; last > 0 && count > 0;) {
+    const index_t first = std::max<index_t>(last - step, 0);
+    scratch.pack(first, last);
+    run<FindAlike>(scratch.packed.data(), first, last - first, scratch.width, scratch.unit.data(), scratch.open.data(), count,
+                   both_ways, threshold, scratch.spared.data());
+    if (both_ways) {
+      if (last < keys) step = std::min(2 * step, most_columns);
+      count = first;
+      if (2 * std::count_if(rows, rows + count, is_done) > count) {
+        both_ways = false;
+        step = column_block;
+      }
+    }
+    if (!both_ways) count = std::remove_if(rows, rows + count, is_done) - rows;
+    last = first;
   }
-  // The published code sorts "column number where alike, else 0" and takes entry int(L * ratio) - 1.
-  index_t alike = 0;
-  for (index_t j = 1; j < keys; ++j) alike += strip[j * rows + r] > options.threshold ? 1 : 0;
-  index_t rank = static_cast<index_t>(static_cast<double>(keys) * options.ratio) - 1 - (keys - alike);
-  for (index_t j = 1; rank >= 0 && j < keys; ++j)
-    if (strip[j * rows + r] > options.threshold && rank-- == 0) return j;
-  return 0;
+}
+
+/// `scratch.spared`: what the published code takes when it sorts "column number where alike, else 0" and picks entry
+/// `int(L * ratio) - 1`.
+inline void find_alike_of_rank(const RedundancyScratch& scratch, index_t keys, float threshold, double ratio) noexcept {
+  const index_t rank = static_cast<index_t>(static_cast<double>(keys) * ratio) - 1 - keys;
+  for (index_t first = 0; first < keys; first += column_block) {
+    const index_t rows = std::min(column_block, keys - first);
+    scratch.pack(first, first + rows);
+    bool not_finite = false;
+    float* const strip = scratch.strip.data();
+    run<Products>(scratch.packed.data(), column_block, scratch.width, scratch.unit.data(), scratch.width, keys, strip,
+                  &not_finite);
+    for (index_t r = 0; r < rows; ++r) strip[(first + r) * column_block + r] = 0.0F;
+    slot_t found[static_cast<std::size_t>(column_block)];
+    run<AlikeOfRank>(strip, keys, threshold, static_cast<slot_t>(rank), found);
+    std::copy(found, found + rows, scratch.spared.begin() + first);
+  }
 }
 
 }  // namespace detail
@@ -116,7 +141,8 @@ struct RedundancyScratch {
 ///
 /// With `S` the matrix of cosines and a zero diagonal: every row `i` sets one entry `S[i][c(i)]` to 0 (`RedundancyOptions`),
 /// and `out[j] = sum over i of S[i][j] / n`. Norms get 1e-8 added, as published. A key with a NaN or infinity counts as zero.
-/// O(n * n * dim), no allocation.
+/// Cosines are chains of floats and decide who is alike; sums are doubles. No allocation. O(n * dim) where most keys have
+/// look-alikes among the newest, and for `column_zero`; at worst n * n / 2 cosines; `first_percent` n * n of them.
 template <class Keys>
 [[nodiscard]] Status key_redundancy_means(const Keys& keys, index_t n, index_t dim, const RedundancyOptions& options,
                                           std::span<float> out, Workspace& work) {
@@ -127,38 +153,30 @@ template <class Keys>
 
   const Workspace::Frame frame(work);
   const detail::RedundancyScratch scratch(work, n, dim);
-  const index_t step = detail::tile_rows(dim);
-  for (index_t j = 0; j < n; j += step) {
-    const ConstRows rows = keys(j, std::min(step, n - j), scratch.decoded.data());
-    for (index_t i = 0; i < rows.rows; ++i) {
-      float* const unit = scratch.unit.data() + (j + i) * dim;
-      const float* const key = rows.row(i);
-      const bool finite = detail::all_finite(key, dim);
-      double square = 0;  // in float, that of a long key would overflow
-      for (index_t d = 0; d < dim; ++d) square += static_cast<double>(key[d]) * static_cast<double>(key[d]);
-      const double norm = std::sqrt(square) + 1e-8;
-      for (index_t d = 0; d < dim; ++d) unit[d] = finite ? static_cast<float>(static_cast<double>(key[d]) / norm) : 0.0F;
-    }
+  // No -0, whose sign the kernels would see.
+  const bool zero = (std::bit_cast<std::uint32_t>(options.threshold) & 0x7FFFFFFFU) == 0;
+  const float threshold = zero ? 0.0F : options.threshold;
+  std::fill(scratch.total.begin(), scratch.total.end(), 0.0);
+  for (index_t j = 0; j < n; j += scratch.tile_rows) {
+    const ConstRows rows = keys(j, std::min(scratch.tile_rows, n - j), scratch.decoded.data());
+    detail::run<detail::UnitRows>(rows.data, rows.stride, rows.rows, dim, scratch.width,
+                                  scratch.unit.data() + j * scratch.width, scratch.total.data());
   }
 
-  std::fill(scratch.column_sum.begin(), scratch.column_sum.end(), 0.0);
-  float* const strip = scratch.strip.data();
-  for (index_t first = 0; first < n; first += detail::redundancy_strip) {
-    const index_t rows = std::min(detail::redundancy_strip, n - first);
-    for (index_t j = 0; j < n; j += step)
-      detail::products({scratch.unit.data() + first * dim, rows, dim, dim},
-                       {scratch.unit.data() + j * dim, std::min(step, n - j), dim, dim}, strip + j * rows);
-    for (index_t r = 0; r < rows; ++r) {
-      strip[(first + r) * rows + r] = 0.0F;
-      const index_t spared = detail::spared_column(strip, n, rows, r, options);
-      if (spared >= 0) strip[spared * rows + r] = 0.0F;
-    }
-    for (index_t j = 0; j < n; ++j) {
-      float sum = 0;
-      for (index_t r = 0; r < rows; ++r) sum += strip[j * rows + r];
-      scratch.column_sum[static_cast<std::size_t>(j)] += static_cast<double>(sum);
-    }
+  switch (options.spared) {
+    case SparedLookAlike::last:
+      detail::find_newest_alike(scratch, n, threshold);
+      if (options.spare_column_zero) std::replace(scratch.spared.begin(), scratch.spared.end(), slot_t{-1}, slot_t{0});
+      break;
+    case SparedLookAlike::column_zero:
+      std::fill(scratch.spared.begin(), scratch.spared.end(), slot_t{0});
+      break;
+    case SparedLookAlike::first_percent:
+      detail::find_alike_of_rank(scratch, n, threshold, options.ratio);
+      break;
   }
+  detail::run<detail::ColumnSums>(scratch.unit.data(), n, scratch.width, scratch.total.data(), scratch.spared.data(),
+                                  scratch.column_sum.data());
   for (std::size_t j = 0; j < out.size(); ++j) out[j] = static_cast<float>(scratch.column_sum[j] / static_cast<double>(n));
   return {};
 }

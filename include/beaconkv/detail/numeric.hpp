@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <span>
 
-#include "beaconkv/kernel/vector.hpp"
+#include "beaconkv/kernel/exponential.hpp"
 
 namespace beaconkv::inline v0::detail {
 
@@ -55,14 +55,9 @@ inline constexpr float masked_logit = -FLT_MAX;
   return ((lane[0] + lane[4]) + (lane[2] + lane[6])) + ((lane[1] + lane[5]) + (lane[3] + lane[7]));
 }
 
-/// Softmax in place over finite numbers, in double.
+/// Softmax in place over finite numbers, to a float's precision.
 inline void softmax(std::span<float> x) noexcept {
-  if (x.empty()) return;
-  float top = x[0];
-  for (const float v : x) top = v > top ? v : top;
-  double sum = 0;
-  for (const float v : x) sum += std::exp(static_cast<double>(v) - static_cast<double>(top));
-  for (float& v : x) v = static_cast<float>(std::exp(static_cast<double>(v) - static_cast<double>(top)) / sum);
+  if (!x.empty()) run<Softmax>(x.data(), static_cast<index_t>(x.size()));
 }
 
 }  // namespace beaconkv::inline v0::detail

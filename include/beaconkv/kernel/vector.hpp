@@ -36,27 +36,41 @@
 
 namespace beaconkv::inline v0::detail {
 
+typedef float Float2 __attribute__((vector_size(8)));
 typedef float Float4 __attribute__((vector_size(16)));
 typedef float Float8 __attribute__((vector_size(32)));
 typedef float Float16 __attribute__((vector_size(64)));
+typedef std::int32_t Int2 __attribute__((vector_size(8)));
 typedef std::int32_t Int4 __attribute__((vector_size(16)));
 typedef std::int32_t Int8 __attribute__((vector_size(32)));
 typedef std::int32_t Int16 __attribute__((vector_size(64)));
+typedef double Double2 __attribute__((vector_size(16)));
+typedef double Double4 __attribute__((vector_size(32)));
+typedef double Double8 __attribute__((vector_size(64)));
 
-/// Four floats a register; sixteen registers on x86-64.
+/// Four floats a register; sixteen registers on x86-64. `NarrowFloats` and `NarrowInts` are as many as `Doubles`.
 struct Baseline {
   using Floats = Float4;
   using Ints = Int4;
+  using Doubles = Double2;
+  using NarrowFloats = Float2;
+  using NarrowInts = Int2;
   static constexpr index_t width = 4;
 };
 struct Avx2 {
   using Floats = Float8;
   using Ints = Int8;
+  using Doubles = Double4;
+  using NarrowFloats = Float4;
+  using NarrowInts = Int4;
   static constexpr index_t width = 8;
 };
 struct Avx512 {
   using Floats = Float16;
   using Ints = Int16;
+  using Doubles = Double8;
+  using NarrowFloats = Float8;
+  using NarrowInts = Int8;
   static constexpr index_t width = 16;
 };
 
@@ -121,6 +135,84 @@ struct Lanes {
   }
   BEACONKV_KERNEL void write(float* to, const Lanes& x) noexcept {
     BEACONKV_UNROLL for (index_t i = 0; i < count; ++i) store(to + i * Isa::width, x.part[i]);
+  }
+};
+
+/// Eight doubles: what eight floats become where a float is not enough.
+template <class Isa>
+struct DoubleLanes {
+  static constexpr index_t width = Isa::width / 2;
+  static constexpr index_t count = 8 / width;
+  typename Isa::Doubles part[static_cast<std::size_t>(count)];
+
+  BEACONKV_KERNEL void clear(DoubleLanes& x) noexcept {
+    BEACONKV_UNROLL for (index_t i = 0; i < count; ++i) x.part[i] = typename Isa::Doubles{};
+  }
+  BEACONKV_KERNEL void read(DoubleLanes& x, const double* from) noexcept {
+    BEACONKV_UNROLL for (index_t i = 0; i < count; ++i) load(x.part[i], from + i * width);
+  }
+  BEACONKV_KERNEL void read(DoubleLanes& x, const float* from) noexcept {
+#ifndef __clang__
+    if constexpr (count == 2) {  // g++ 12 knows no way from floats to as many doubles but by halves of a register
+      Float8 some;
+      load(some, from);
+      const Double8 all = __builtin_convertvector(some, Double8);
+      x.part[0] = __builtin_shufflevector(all, all, 0, 1, 2, 3);
+      x.part[1] = __builtin_shufflevector(all, all, 4, 5, 6, 7);
+      return;
+    }
+#endif
+    BEACONKV_UNROLL for (index_t i = 0; i < count; ++i) {
+      typename Isa::NarrowFloats some;
+      load(some, from + i * width);
+      x.part[i] = __builtin_convertvector(some, typename Isa::Doubles);
+    }
+  }
+  BEACONKV_KERNEL void write(double* to, const DoubleLanes& x) noexcept {
+    BEACONKV_UNROLL for (index_t i = 0; i < count; ++i) store(to + i * width, x.part[i]);
+  }
+  BEACONKV_KERNEL void write(float* to, const DoubleLanes& x) noexcept {
+    typename Isa::NarrowFloats some[static_cast<std::size_t>(count)];
+    BEACONKV_UNROLL for (index_t i = 0; i < count; ++i) some[i] =
+        __builtin_convertvector(x.part[i], typename Isa::NarrowFloats);
+    if constexpr (count == 4) {
+      store(to, __builtin_shufflevector(some[0], some[1], 0, 1, 2, 3));
+      store(to + 4, __builtin_shufflevector(some[2], some[3], 0, 1, 2, 3));
+    } else if constexpr (count == 2) {  // as they will be read: a register that was stored in halves has to wait for the cache
+      store(to, __builtin_shufflevector(some[0], some[1], 0, 1, 2, 3, 4, 5, 6, 7));
+    } else {
+      store(to, some[0]);
+    }
+  }
+  /// `x += a * b`.
+  BEACONKV_KERNEL void add_product(DoubleLanes& x, const DoubleLanes& a, const DoubleLanes& b) noexcept {
+    BEACONKV_UNROLL for (index_t i = 0; i < count; ++i) x.part[i] += a.part[i] * b.part[i];
+  }
+  BEACONKV_KERNEL void add(DoubleLanes& x, const DoubleLanes& a) noexcept {
+    BEACONKV_UNROLL for (index_t i = 0; i < count; ++i) x.part[i] += a.part[i];
+  }
+  BEACONKV_KERNEL void scale(DoubleLanes& x, double factor) noexcept {
+    BEACONKV_UNROLL for (index_t i = 0; i < count; ++i) x.part[i] *= factor;
+  }
+  /// The sum across lanes, by the same additions on every instruction set.
+  BEACONKV_KERNEL double sum(const DoubleLanes& x) noexcept {
+    Double2 a, b;
+    if constexpr (count == 4) {
+      a = x.part[0] + x.part[2];
+      b = x.part[1] + x.part[3];
+    } else {
+      Double4 half;
+      if constexpr (count == 2) {
+        half = x.part[0] + x.part[1];
+      } else {
+        const Double8& all = x.part[0];
+        half = __builtin_shufflevector(all, all, 0, 1, 2, 3) + __builtin_shufflevector(all, all, 4, 5, 6, 7);
+      }
+      a = __builtin_shufflevector(half, half, 0, 1);
+      b = __builtin_shufflevector(half, half, 2, 3);
+    }
+    a += b;
+    return a[0] + a[1];
   }
 };
 
