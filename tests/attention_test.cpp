@@ -8,6 +8,7 @@
 
 #include "beaconkv/algorithm/top_k.hpp"
 #include "support/check.hpp"
+#include "support/instruction_sets.hpp"
 #include "support/layouts.hpp"
 #include "support/reference.hpp"
 
@@ -331,7 +332,8 @@ TEST_CASE("Attention scores agree with the reference under every combination of 
 TEST_CASE("Attention scores agree with the reference at every size around tiles, lanes and strips") {
   Random random;
   CAPTURE(random.seed());
-  for (const index_t slots : {0, 1, 2, 7, 8, 9, 63, 64, 65, 127, 128, 129, 200})
+  const ForcedSet set(GENERATE(from_range(supported_sets())));
+  for (const index_t slots : {0, 1, 2, 7, 8, 9, 95, 96, 97, 127, 192, 200})
     for (const index_t rows : {0, 1, 2, 3, 8, 9, 31, 33, 63, 64, 65})
       for (const index_t group : {1, 2, 4, 7, 8}) {
         Case c(group, rows, random.integer(1, 20), slots, random);
@@ -360,8 +362,12 @@ TEST_CASE("Attention scores agree with the reference in every dimension") {
         c.see_causally();
         c.options.group_stage = random.coin() ? GroupStage::logits : GroupStage::weights;
         c.options.over_queries = random.coin() ? Reduce::max : Reduce::sum;
-        CAPTURE(dim, rows, group);
-        REQUIRE(error(score(c), expected(c)) <= tolerance);
+        const reference::Row reference = expected(c);
+        for (const InstructionSet chosen : supported_sets()) {
+          const ForcedSet set(chosen);
+          CAPTURE(dim, rows, group);
+          REQUIRE(error(score(c), reference) <= tolerance);
+        }
       }
 }
 
@@ -396,6 +402,30 @@ TEMPLATE_TEST_CASE("Attention scores are the same in every layout, of keys as th
       };
       CAPTURE(static_cast<int>(layout));
       CHECK(same_bits(score(c, keys).scores, dense.scores));
+    }
+  }
+}
+
+TEST_CASE("Equal keys have equal scores wherever they stand, and AVX2 and AVX-512 give the same bits") {
+  Random random;
+  CAPTURE(random.seed());
+  for (index_t round = 0; round < 60; ++round) {
+    Case c(random.integer(1, 4), random.integer(1, 40), random.integer(1, 70), random.integer(2, 250), random);
+    c.options = any_options(random);
+    c.options.pool = {};
+    for (index_t j = 1; j < c.slots; ++j)
+      if (random.coin()) std::copy_n(c.keys.begin(), c.dim, c.keys.begin() + j * c.dim);
+    std::vector<float> wide;
+    for (const InstructionSet chosen : supported_sets()) {
+      const ForcedSet set(chosen);
+      const std::vector<float> scores = score(c).scores;
+      CAPTURE(round, c.group, c.rows, c.dim, c.slots);
+      for (index_t j = 1; j < c.slots; ++j)
+        if (std::equal(c.keys.begin(), c.keys.begin() + c.dim, c.keys.begin() + j * c.dim))
+          REQUIRE(bits_of(scores[static_cast<std::size_t>(j)]) == bits_of(scores[0]));
+      if (chosen == InstructionSet::baseline) continue;
+      if (!wide.empty()) REQUIRE(same_bits(wide, scores));
+      wide = scores;
     }
   }
 }

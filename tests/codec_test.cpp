@@ -4,7 +4,9 @@
 #include <cmath>
 #include <vector>
 
+#include "beaconkv/memory/decode_rows.hpp"
 #include "support/check.hpp"
+#include "support/instruction_sets.hpp"
 #include "support/random.hpp"
 
 namespace {
@@ -231,6 +233,65 @@ TEST_CASE("q8_0: a block with a number that is not finite is not finite") {
   float out[32];
   decode_block(encode_block(in.data()), out);
   for (const float x : out) CHECK(std::isnan(x));
+}
+
+template <class T>
+T stored_with(std::uint32_t code) {
+  if constexpr (std::is_same_v<T, float>) {
+    return float_of(code);
+  } else if constexpr (std::is_same_v<T, std::int8_t>) {
+    return static_cast<std::int8_t>(code);
+  } else {
+    T x;
+    x.bits = static_cast<decltype(x.bits)>(code);
+    return x;
+  }
+}
+
+/// Rows of every code, and of NaNs and subnormals among them.
+TEMPLATE_TEST_CASE("Many rows at once decode to the same bits as one number", "", float, float16, bfloat16, float8_e4m3,
+                   float8_e5m2, std::int8_t) {
+  Random random;
+  CAPTURE(random.seed());
+  const ForcedSet set(GENERATE(from_range(supported_sets())));
+  for (const index_t dim : {1, 3, 15, 16, 17, 64, 65, 128}) {
+    const index_t rows = 65536 / dim + 1;
+    const index_t stride = dim + 3;
+    std::vector<TestType> stored(static_cast<std::size_t>(rows * stride));
+    std::uint32_t code = 0;
+    for (TestType& x : stored) {
+      code = sizeof(TestType) == 4 ? static_cast<std::uint32_t>(random.integer(0, 1 << 30)) * 4U + 3U : code + 1;
+      x = stored_with<TestType>(code);
+    }
+    const std::vector<float> scales = random.normals(rows);
+    std::vector<float> out(static_cast<std::size_t>(rows * dim));
+    detail::run<detail::DecodeRows<TestType>>(detail::StoredRows<TestType>{stored.data(), stride, rows, dim, scales.data(), 1},
+                                              out.data());
+    index_t different = 0;
+    for (index_t i = 0; i < rows; ++i)
+      for (index_t d = 0; d < dim; ++d) {
+        float expected = decode(stored[static_cast<std::size_t>(i * stride + d)]);
+        if (takes_scale<TestType>) expected *= scales[static_cast<std::size_t>(i)];
+        const float got = out[static_cast<std::size_t>(i * dim + d)];
+        different += bits_of(got) == bits_of(expected) ? 0 : 1;
+      }
+    CAPTURE(dim);
+    CHECK(different == 0);
+  }
+}
+
+TEST_CASE("Many blocks of q8_0 decode to the same bits as one") {
+  Random random;
+  CAPTURE(random.seed());
+  const ForcedSet set(GENERATE(from_range(supported_sets())));
+  const std::vector<float> numbers = random.normals(20 * 96);
+  std::vector<q8_0> stored;
+  for (std::size_t b = 0; b < numbers.size(); b += 32) stored.push_back(encode_block(numbers.data() + b));
+  std::vector<float> out(numbers.size());
+  detail::run<detail::DecodeRows<q8_0>>(detail::StoredRows<q8_0>{stored.data(), 3, 20, 96, nullptr, 0}, out.data());
+  std::vector<float> expected(numbers.size());
+  for (std::size_t b = 0; b < stored.size(); ++b) decode_block(stored[b], expected.data() + b * 32);
+  CHECK(same_bits(out, expected));
 }
 
 }  // namespace

@@ -140,6 +140,86 @@ TEST_CASE("Top-k agrees with a stable sort on random scores with many ties") {
   }
 }
 
+/// What scores look like to a selection: every scale, order and pattern of ties that takes another way through it.
+enum class Kind {
+  uniform,
+  normal,
+  ascending,
+  descending,
+  plateaus,  ///< of 7, as pooling makes them
+  two_values,
+  mostly_zero,
+  equal,
+  denormals,
+  some_nan,
+  mostly_nan,
+  infinities,
+  far_apart,  ///< all but one next to each other
+  bit_patterns,
+  last
+};
+
+std::vector<float> make_scores(Random& random, Kind kind, index_t n) {
+  std::vector<float> scores;
+  for (index_t i = 0; i < n; ++i) {
+    const float u = random.uniform(0, 1);
+    float x = u;
+    if (kind == Kind::normal) x = random.normal();
+    if (kind == Kind::plateaus && i % 7 != 0) x = scores.back();
+    if (kind == Kind::two_values) x = u < 0.5F ? -0.0F : 1.0F;
+    if (kind == Kind::mostly_zero) x = u < 0.9F ? 0.0F : u;
+    if (kind == Kind::equal) x = -0.25F;
+    if (kind == Kind::denormals) x = float_of(random.bits() & 0x800000FFU);
+    if (kind == Kind::some_nan && u < 0.05F) x = nan_float();
+    if (kind == Kind::mostly_nan && u < 0.95F) x = nan_float();
+    if (kind == Kind::infinities) x = u < 0.3F ? infinity_float() : (u < 0.6F ? -infinity_float() : u);
+    if (kind == Kind::far_apart) x = i == n / 2 ? -infinity_float() : float_of(0x3F800000U + (random.bits() & 0xFFU));
+    if (kind == Kind::bit_patterns) x = float_of(random.bits());
+    scores.push_back(x);
+  }
+  if (kind == Kind::ascending) std::sort(scores.begin(), scores.end());
+  if (kind == Kind::descending) std::sort(scores.begin(), scores.end(), std::greater<>());
+  return scores;
+}
+
+TEST_CASE("Top-k agrees with a stable sort on every kind of scores and every instruction set") {
+  Random random;
+  CAPTURE(random.seed());
+  const InstructionSet chosen = instruction_set();
+  for (int k = 0; k < static_cast<int>(Kind::last); ++k)
+    for (const index_t n : {1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 511, 512, 640, 2049, 5000}) {
+      const std::vector<float> scores = make_scores(random, static_cast<Kind>(k), n);
+      const Slots best_first = reference::best_first(scores);
+      for (const index_t keep : {index_t{1}, n / 8, n / 2, n / 8 * 7, n - 17, n - 1}) {
+        if (keep < 1) continue;
+        Slots expected(best_first.begin(), best_first.begin() + keep);
+        std::sort(expected.begin(), expected.end());
+        for (const InstructionSet set : {InstructionSet::baseline, InstructionSet::avx2, InstructionSet::avx512}) {
+          if (!use_instruction_set(set).ok()) continue;
+          const Chosen got = choose(scores, keep);
+          const bool same = got.slots == expected && got.num_nan == count_nan(scores);
+          CAPTURE(k, n, keep, name_of(set));
+          REQUIRE(same);
+        }
+      }
+    }
+  REQUIRE(use_instruction_set(chosen).ok());
+}
+
+TEST_CASE("Top-k writes nothing behind the indices that it owes") {
+  Random random;
+  CAPTURE(random.seed());
+  const index_t n = 300;
+  for (index_t k = 0; k <= n; ++k) {
+    const std::vector<float> scores = make_scores(random, k % 2 == 0 ? Kind::uniform : Kind::two_values, n);
+    std::vector<slot_t> exact(static_cast<std::size_t>(k));  // ends where the heap block does: for the sanitizers
+    Workspace work(top_k_workspace_size(n));
+    REQUIRE(top_k(scores, k, exact, work).ok());
+    CAPTURE(k);
+    REQUIRE(choose(scores, k).slots == exact);  // and `choose` looks at what lies behind
+  }
+}
+
 TEST_CASE("Top-k agrees with a stable sort on arbitrary bit patterns") {
   Random random;
   CAPTURE(random.seed());

@@ -8,7 +8,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "beaconkv/memory/codec.hpp"
+#include "beaconkv/memory/decode_rows.hpp"
 
 namespace beaconkv::inline v0 {
 
@@ -147,6 +147,23 @@ void load_row(const Plane<T>& plane, index_t head, index_t token, float* out) no
   }
 }
 
+/// Reads `count` rows, dense: `count * dim` floats.
+template <class T>
+void load_rows(const Plane<T>& plane, index_t head, index_t first, index_t count, float* out) noexcept {
+  for (index_t i = 0; i < count;) {
+    const index_t n = plane.contiguous_rows(first + i, count - i);
+    if (plane.stride.dim == 1) {
+      const float* const scales = takes_scale<T> ? plane.scale(head, first + i) : nullptr;
+      run<DecodeRows<T>>(
+          StoredRows<T>{plane.row(head, first + i), plane.stride.token, n, plane.dim, scales, plane.scales.token},
+          out + i * plane.dim);
+    } else {
+      for (index_t j = i; j < i + n; ++j) load_row(plane, head, first + j, out + j * plane.dim);
+    }
+    i += n;
+  }
+}
+
 /// Whether `store_row` can write these numbers without running out of range: not where a shared scale is too small for them.
 template <class T>
 [[nodiscard]] bool row_fits(const Plane<T>& plane, index_t head, index_t token, const float* in) noexcept {
@@ -191,6 +208,42 @@ void copy_row(const Plane<T>& to_plane, index_t to_head, index_t to, const Plane
   }
   if (to_plane.scales.per_row() && from_plane.scales.per_row())
     *to_plane.scale(to_head, to) = *from_plane.scale(from_head, from);
+}
+
+/// Copies the bytes of rows `[from, from + count)` of heads `[first, last)`, their own scales included, to `to` on, front to
+/// back: `to <= from`.
+template <class T>
+void move_rows(const Plane<T>& plane, index_t first, index_t last, index_t to, index_t from, index_t count) noexcept {
+  const Strides& stride = plane.stride;
+  const bool one_row = stride.dim == 1 && stride.head == plane.elements();  // the rows of all heads, one behind the other
+  const index_t width = one_row ? (last - first) * plane.elements() : plane.elements();
+  const std::size_t bytes = static_cast<std::size_t>(width) * sizeof(T);
+  while (count > 0) {
+    const index_t n = plane.contiguous_rows(to, plane.contiguous_rows(from, count));
+    for (index_t h = first; h < (one_row ? first + 1 : last); ++h) {
+      T* const out = plane.row(h, to);
+      const T* const in = plane.row(h, from);
+      if (stride.dim == 1 && stride.token == width) {
+        std::memmove(out, in, static_cast<std::size_t>(n) * bytes);
+      } else if (stride.dim == 1) {
+        for (index_t i = 0; i < n; ++i) std::memcpy(out + i * stride.token, in + i * stride.token, bytes);
+      } else if (stride.token == 1) {
+        for (index_t d = 0; d < width; ++d)
+          std::memmove(out + d * stride.dim, in + d * stride.dim, static_cast<std::size_t>(n) * sizeof(T));
+      } else {
+        for (index_t i = 0; i < n; ++i)
+          for (index_t d = 0; d < width; ++d) out[i * stride.token + d * stride.dim] = in[i * stride.token + d * stride.dim];
+      }
+    }
+    for (index_t h = first; h < last && plane.scales.per_row(); ++h) {
+      float* const out = plane.scale(h, to);
+      const float* const in = plane.scale(h, from);
+      for (index_t i = 0; i < n; ++i) out[i * plane.scales.token] = in[i * plane.scales.token];
+    }
+    to += n;
+    from += n;
+    count -= n;
+  }
 }
 
 /// Whether rows can be copied between the two as bytes.

@@ -117,12 +117,16 @@ class PlaneCache : public CacheBooks<G> {
     if (to == from) return;
     const index_t first_head = one_set ? 0 : head;
     const index_t last_head = one_set ? keys_.heads : head + 1;
-    for (index_t h = first_head; h < last_head; ++h)
-      for (index_t i = 0; i < count; ++i) {
-        detail::copy_row(keys_, h, to + i, keys_, h, from + i);
-        if (!latent_) detail::copy_row(values_, h, to + i, values_, h, from + i);
-      }
+    detail::move_rows(keys_, first_head, last_head, to, from, count);
+    if (!latent_) detail::move_rows(values_, first_head, last_head, to, from, count);
     Books::note_move(head, to, from, count);
+  }
+  /// The bytes of one head's keys alone, or of its values: for `compact_and_realign`, which turns keys on their way.
+  void move_key_rows(index_t head, index_t to, index_t from, index_t count) noexcept {
+    detail::move_rows(keys_, head, head + 1, to, from, count);
+  }
+  void move_value_rows(index_t head, index_t to, index_t from, index_t count) noexcept {
+    if (!latent_) detail::move_rows(values_, head, head + 1, to, from, count);
   }
   /// The same where the engine has moved the rows by itself: only the books follow. See `follow`.
   void move_books(index_t head, index_t to, index_t from, index_t count) noexcept {
@@ -254,7 +258,7 @@ class PlaneCache : public CacheBooks<G> {
       if (plane.stride.dim == 1 && plane.contiguous_rows(first, count) == count)
         return {count > 0 ? plane.row(head, first) : scratch, count, plane.dim, plane.stride.token};
     }
-    for (index_t i = 0; i < count; ++i) detail::load_row(plane, head, first + i, scratch + i * plane.dim);
+    detail::load_rows(plane, head, first, count, scratch);
     return {scratch, count, plane.dim, plane.dim};
   }
 

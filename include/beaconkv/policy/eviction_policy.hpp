@@ -79,7 +79,8 @@ class EvictionPolicy : public PolicyState<ObserverT, ScorerT, ScheduleT> {
     return detail::measure([&](Workspace& work) {
       take_observations(work, observer_.max_rows());
       const std::size_t inner =
-          std::max(observer_.workspace_size().bytes, scorer_.workspace_size(shape_, observer_.max_rows(), tokens).bytes);
+          std::max({observer_.workspace_size().bytes, rope_cursor_workspace_size(rope_.rotary_dim()).bytes,
+                    scorer_.workspace_size(shape_, observer_.max_rows(), tokens).bytes});
       static_cast<void>(work.take<std::byte>(static_cast<index_t>(inner)));
     });
   }
@@ -95,7 +96,7 @@ class EvictionPolicy : public PolicyState<ObserverT, ScorerT, ScheduleT> {
     const index_t rows = observer_.rows();
     const auto [queries, positions] = take_observations(work, rows);
     if (Status s = observer_.write_rows(this->rope(), next_position_ - 1, queries.data(), positions.data(), work); !s) return s;
-    detail::move_to_rotary_positions(cache, this->rope(), shape_, rows, queries, positions);
+    detail::move_to_rotary_positions(cache, this->rope(), shape_, rows, queries, positions, work);
     const Observations observations{queries.data(), positions, shape_.query_heads, rows, shape_.head_dim, 0};
     return score_as_held(cache, observations, out, work);
   }

@@ -38,10 +38,18 @@ struct QuerySource {
   /// Set where the queries come rotated and the observer keeps them pre-RoPE.
   const RopeTable* unrotate = nullptr;
 
-  void load(index_t token, index_t head, float* out) const {
-    const float* const row = view.row(token, head);
-    std::copy(row, row + view.dim, out);
-    if (unrotate != nullptr) unrotate->unrotate(out, first_position + token);
+  /// One row. For many of them `cursor`, over the table, saves sines and cosines.
+  void load(index_t token, index_t head, float* out, RopeCursor* cursor = nullptr) const {
+    std::copy_n(view.row(token, head), view.dim, out);
+    if (unrotate != nullptr && cursor != nullptr)
+      unrotate->apply(cursor->at(-(first_position + token)), out, static_cast<float>(1 / unrotate->attention_factor()));
+    else if (unrotate != nullptr)
+      unrotate->unrotate(out, first_position + token);
+  }
+  /// The rows of all heads of a token, one after the other.
+  void load_heads(index_t token, float* out) const {
+    for (index_t h = 0; h < view.heads; ++h) std::copy_n(view.row(token, h), view.dim, out + h * view.dim);
+    if (unrotate != nullptr) unrotate->unrotate_heads(out, view.heads, view.dim, first_position + token);
   }
 };
 
@@ -109,7 +117,7 @@ class QueryRing {
       --size_;
     }
     const index_t at = slot(size_);
-    for (index_t h = 0; h < heads_; ++h) queries.load(token, h, rows_.data() + (at * heads_ + h) * dim_);
+    queries.load_heads(token, rows_.data() + at * heads_ * dim_);
     positions_[static_cast<std::size_t>(at)] = queries.first_position + token;
     ++size_;
   }
@@ -135,19 +143,20 @@ class QueryRing {
 /// Rotates `row` to one position after another, forming the angles once for all heads of a position.
 class RowRotation {
  public:
-  RowRotation(Workspace& work, const RopeTable* rope)
-      : rope_(rope), scratch_(work.take<float>(rope == nullptr ? 0 : rope->rotary_dim())) {}
+  RowRotation(Workspace& work, const RopeTable* rope) {
+    if (rope != nullptr) cursor_.emplace(*rope, work);
+  }
+  [[nodiscard]] static WorkspaceSize workspace_size(index_t dim) { return rope_cursor_workspace_size(dim); }
   void at(position_t position) {
-    if (rope_ != nullptr) rotation_ = rope_->rotation(position, scratch_);
+    if (cursor_) rotation_ = cursor_->at(position);
   }
   void write(const float* row, index_t dim, float* out) const {
     std::copy(row, row + dim, out);
-    if (rope_ != nullptr) rope_->apply(rotation_, out, static_cast<float>(rope_->attention_factor()));
+    if (cursor_) cursor_->table().apply(rotation_, out, static_cast<float>(cursor_->table().attention_factor()));
   }
 
  private:
-  const RopeTable* rope_;
-  std::span<float> scratch_;
+  std::optional<RopeCursor> cursor_{};
   RopeRotation rotation_{};
 };
 
@@ -225,9 +234,7 @@ class RecentQueries {
     }
     return {};
   }
-  [[nodiscard]] WorkspaceSize workspace_size() const {
-    return detail::measure([&](Workspace& work) { static_cast<void>(work.take<float>(dim_)); });
-  }
+  [[nodiscard]] WorkspaceSize workspace_size() const { return detail::RowRotation::workspace_size(dim_); }
   [[nodiscard]] WorkspaceSize prefill_workspace_size(index_t) const { return {}; }
   [[nodiscard]] std::size_t state_bytes() const noexcept { return ring_.state_bytes(); }
   template <class Archive>
@@ -280,8 +287,11 @@ class BeaconQueries {
 
   [[nodiscard]] Status prefill(const QuerySource& queries, Workspace& work) {
     if (Status s = work.require(prefill_workspace_size(queries.view.tokens)); !s) return s;
+    const Workspace::Frame frame(work);
+    std::optional<RopeCursor> cursor;
+    if (queries.unrotate != nullptr) cursor.emplace(*queries.unrotate, work);
     for (index_t h = 0; h < static_cast<index_t>(buffers_.size()); ++h) {
-      const auto load = [&](index_t token, float* out) { queries.load(token, h, out); };
+      const auto load = [&](index_t token, float* out) { queries.load(token, h, out, cursor ? &*cursor : nullptr); };
       if (Status s = buffer(h).prefill(queries.view.tokens, load, queries.first_position, work); !s) return s;
     }
     return {};
@@ -342,13 +352,14 @@ class BeaconQueries {
 
   [[nodiscard]] WorkspaceSize workspace_size() const {
     return detail::measure([&](Workspace& work) {
-      static_cast<void>(work.take<float>(dim_));
+      static_cast<void>(work.take<std::byte>(static_cast<index_t>(detail::RowRotation::workspace_size(dim_).bytes)));
       static_cast<void>(work.take<slot_t>(n_beacon_));
       if (!buffers_.empty()) static_cast<void>(work.take<std::byte>(static_cast<index_t>(buffers_[0].workspace_size().bytes)));
     });
   }
   [[nodiscard]] WorkspaceSize prefill_workspace_size(index_t tokens) const {
-    return buffers_.empty() ? WorkspaceSize{} : buffers_[0].workspace_size(tokens);
+    if (buffers_.empty()) return {};
+    return {rope_cursor_workspace_size(dim_).bytes + buffers_[0].workspace_size(tokens).bytes, 0, 0};
   }
   [[nodiscard]] std::size_t state_bytes() const noexcept {
     std::size_t bytes = ring_.state_bytes();

@@ -56,8 +56,8 @@ class PublishedOrder {
       std::sort(order.begin() + first, order.begin() + last, [&](slot_t a, slot_t b) {
         const auto i = static_cast<std::size_t>(a);
         const auto j = static_cast<std::size_t>(b);
-        const std::uint32_t x = score_order(scores[i]);  // a NaN is in order, too
-        const std::uint32_t y = score_order(scores[j]);
+        const std::int32_t x = score_rank(scores[i]);  // a NaN is in order, too
+        const std::int32_t y = score_rank(scores[j]);
         if (x != y) return x > y;
         return old_rank[static_cast<std::size_t>(kept[i])] < old_rank[static_cast<std::size_t>(kept[j])];
       });

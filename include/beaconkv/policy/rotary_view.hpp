@@ -21,18 +21,20 @@ inline constexpr bool has_position_mode = requires(const Cache& cache, index_t i
 };
 
 /// Moves each observed query from its true position to that of its own token in the cache, or of the newest older one that is
-/// left. `queries` [query_heads][rows][dim], `positions` [query_heads][rows].
+/// left. `queries` [query_heads][rows][dim], `positions` [query_heads][rows]. Scratch: a `RopeCursor`'s.
 template <CacheReader Cache>
 void move_to_rotary_positions(const Cache& cache, const RopeTable* rope, const Shape& shape, index_t rows,
-                              std::span<float> queries, std::span<const position_t> positions) noexcept {
+                              std::span<float> queries, std::span<const position_t> positions, Workspace& work) {
   if constexpr (has_position_mode<Cache>) {
     if (cache.position_mode() == PositionMode::true_positions || rope == nullptr) return;
+    const Workspace::Frame frame(work);
+    RopeCursor cursor(*rope, work);
     for (index_t q = 0; q < shape.query_heads; ++q)
       for (index_t r = 0; r < rows; ++r) {
         const position_t position = positions[static_cast<std::size_t>(q * rows + r)];
         const index_t slot = slot_at_or_behind(cache, q / shape.group(), position + 1) - 1;
         const position_t rotary = slot < 0 ? 0 : cache.rotary_position(q / shape.group(), slot);
-        rope->realign(queries.data() + (q * rows + r) * shape.head_dim, position, rotary);
+        if (rotary != position) rope->apply(cursor.at(rotary - position), queries.data() + (q * rows + r) * shape.head_dim);
       }
   }
 }
@@ -42,7 +44,8 @@ void move_to_rotary_positions(const Cache& cache, const RopeTable* rope, const S
 /// A cache that holds its keys before RoPE (`PositionMode::unrotated_keys`) as policies need to see it: `keys` rotates what it
 /// reads to the slots. A view of cache and table, which must outlive it; `evict(policy, view, work)` evicts from the cache.
 ///
-/// Costs O(D) sines and cosines for each key that is read.
+/// Costs O(D) multiplications for each key that is read; behind slot 4096 O(D) sines and cosines, too, for each tile of up to
+/// 64 keys that is read at once.
 template <CacheBuffer Cache>
 class RotatedKeys {
  public:
@@ -65,11 +68,9 @@ class RotatedKeys {
   [[nodiscard]] position_t rotary_position(index_t, index_t slot) const noexcept { return slot; }
   [[nodiscard]] ConstRows keys(index_t head, index_t first, index_t count, float* scratch) const noexcept {
     const ConstRows rows = cache_->keys(head, first, count, scratch);
-    for (index_t i = 0; i < count; ++i) {
-      float* const out = scratch + i * rows.dim;
-      if (rows.data != scratch) std::copy(rows.row(i), rows.row(i) + rows.dim, out);
-      rope_->rotate(out, first + i);
-    }
+    if (rows.data != scratch)
+      for (index_t i = 0; i < count; ++i) std::copy(rows.row(i), rows.row(i) + rows.dim, scratch + i * rows.dim);
+    rope_->rotate_run(scratch, count, rows.dim, first);
     return {scratch, count, rows.dim, rows.dim};
   }
   [[nodiscard]] ConstRows values(index_t head, index_t first, index_t count, float* scratch) const noexcept {

@@ -62,14 +62,13 @@ template <CacheReader Cache>
   return open;
 }
 
-/// Adds one head's set of `keep` slots to `plan`: every slot outside `candidates` or inside a protected range, and the best of
-/// the others. Returns how many tokens protection kept beyond `keep`.
+/// `select_head` where some ranges are protected: the candidates outside them move together to compete.
 template <CacheReader Cache>
-[[nodiscard]] Result<index_t> select_head(const Cache& cache, index_t head, std::span<const float> scores, Range candidates,
-                                          std::span<const Range> ranges, index_t keep, KeepPlan& plan, Workspace& work) {
+[[nodiscard]] Result<index_t> select_around(const Cache& cache, index_t head, std::span<const float> scores, Range candidates,
+                                            std::span<const Range> ranges, index_t keep, KeepPlan& plan, Workspace& work) {
   const Workspace::Frame frame(work);
   const index_t n = tokens_of(cache, head);
-  SelectionScratch scratch(work, n);
+  const SelectionScratch scratch(work, n);
   index_t open = 0;  // candidates that are not protected
   index_t next = candidates.first;
   const auto add = [&](index_t last) {
@@ -103,6 +102,32 @@ template <CacheReader Cache>
     chosen += is_best ? 1 : 0;
     at += is_open ? 1 : 0;
   }
+  return std::max<index_t>(0, fixed - keep);
+}
+
+/// Adds one head's set of `keep` slots to `plan`: every slot outside `candidates` or inside a protected range, and the best of
+/// the others. Returns how many tokens protection kept beyond `keep`.
+template <CacheReader Cache>
+[[nodiscard]] Result<index_t> select_head(const Cache& cache, index_t head, std::span<const float> scores, Range candidates,
+                                          std::span<const Range> ranges, index_t keep, KeepPlan& plan, Workspace& work) {
+  if (!ranges.empty()) return select_around(cache, head, scores, candidates, ranges, keep, plan, work);
+  // The set where it belongs, with no copy of scores or slots: those before the candidates, the best, those behind.
+  const index_t n = tokens_of(cache, head);
+  const index_t fixed = n - candidates.size();
+  const index_t wanted = std::clamp<index_t>(keep - fixed, 0, candidates.size());
+  if (Status s = work.require(top_k_workspace_size(candidates.size())); !s) return s;
+  const auto first = static_cast<std::size_t>(candidates.first);
+  const std::span<const float> competing = scores.subspan(first, static_cast<std::size_t>(candidates.size()));
+  const std::span<slot_t> kept = plan.add_set(fixed + wanted, n);
+  const std::span<float> kept_scores = plan.last_scores().subspan(first);
+  const std::span<slot_t> best = kept.subspan(first, static_cast<std::size_t>(wanted));
+  if (const Result<TopK> found = top_k(competing, wanted, best, work); !found) return found.status();
+  for (std::size_t i = 0; i < best.size(); ++i) {
+    kept_scores[i] = competing[static_cast<std::size_t>(best[i])];
+    best[i] += static_cast<slot_t>(first);
+  }
+  std::iota(kept.begin(), kept.begin() + candidates.first, slot_t{0});
+  std::iota(kept.begin() + candidates.first + wanted, kept.end(), static_cast<slot_t>(candidates.last));
   return std::max<index_t>(0, fixed - keep);
 }
 
@@ -141,8 +166,8 @@ template <CacheReader Cache>
   const std::span<slot_t> order = scratch.best.first(open);
   std::iota(order.begin(), order.end(), slot_t{0});
   std::sort(order.begin(), order.end(), [&](slot_t a, slot_t b) {
-    const std::uint32_t x = score_order(scratch.scores[static_cast<std::size_t>(a)]);
-    const std::uint32_t y = score_order(scratch.scores[static_cast<std::size_t>(b)]);
+    const std::int32_t x = score_rank(scratch.scores[static_cast<std::size_t>(a)]);
+    const std::int32_t y = score_rank(scratch.scores[static_cast<std::size_t>(b)]);
     return x != y ? x < y : a > b;
   });
   index_t left = n;

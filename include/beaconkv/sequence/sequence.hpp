@@ -24,7 +24,8 @@ namespace beaconkv::inline v0 {
 /// over memory of its own. One thread uses a sequence at a time. Nothing allocates after construction, but for `save`, `load`
 /// and errors.
 ///
-/// Caches with `PositionMode::cache_relative` are re-aligned after each eviction, where the policy has a `RopeTable`.
+/// Caches with `PositionMode::cache_relative` are re-aligned in each eviction, where the policy has a `RopeTable`: one pass
+/// moves and turns, and an eviction whose keys cannot be turned is refused as a whole.
 template <class PolicyT, CacheBuffer CacheT>
 class Sequence {
  public:
@@ -287,16 +288,11 @@ class Sequence {
   }
 
   [[nodiscard]] Step evict_layer(index_t layer, Workspace& work) {
-    const Result<EvictionReport> report = evict(policy(layer), cache(layer), work);
+    const Result<EvictionReport> report = detail::evict_by(policy(layer), cache(layer), work, [&](const KeepPlan& plan) {
+      return detail::move_tokens(cache(layer), plan, policy(layer).rope(), work);
+    });
     if (!report) return {report.status(), {}, 0};
-    return {realign(layer, work), *report, work.plan().unchanged_prefix()};
-  }
-
-  [[nodiscard]] Status realign(index_t layer, Workspace& work) {
-    if constexpr (requires { realign_to_slots(cache(layer), *policy(layer).rope(), work); })
-      if (cache(layer).position_mode() == PositionMode::cache_relative && policy(layer).rope() != nullptr)
-        return realign_to_slots(cache(layer), *policy(layer).rope(), work);
-    return {};
+    return {{}, *report, work.plan().unchanged_prefix()};
   }
 
   [[nodiscard]] Result<SequenceReport> report_of(index_t count) const {
@@ -350,13 +346,12 @@ class Sequence {
     total.unchanged_prefix = plan.unchanged_prefix();
     for (index_t l = 0; l < num_layers(); ++l) {  // none may refuse once another has evicted
       if (Status s = plan.readdress(cache(l)); !s) return s;
-      if (Status s = detail::validate_plan(cache(l), plan); !s) return s;
+      if (Status s = detail::check_move(cache(l), plan, policy(l).rope(), work); !s) return s;
     }
     for (index_t l = 0; l < num_layers(); ++l) {
       if (Status s = plan.readdress(cache(l)); !s) return s;
-      if (Status s = compact(cache(l), plan); !s) return s;
+      if (Status s = detail::move_tokens(cache(l), plan, policy(l).rope(), work); !s) return s;
       if (Status s = policy(l).commit(plan); !s) return s;
-      if (Status s = realign(l, work); !s) return s;
       ++total.layers;
       total.evicted += plan.num_evicted(0);
     }
