@@ -155,7 +155,7 @@ struct Job {
 void compare_with_rpc(std::vector<Row>& rows, const std::vector<Job>& jobs) {
   for (std::size_t i = 0; i < rows.size(); ++i)
     for (std::size_t r = rows.size(); r-- > 0;)  // of several, the first
-      if (jobs[r].spec.name == "rpc" && jobs[r].budget == jobs[i].budget)
+      if (jobs[r].spec.name == "rpc" && jobs[r].budget == jobs[i].budget && rows[r].tokens_per_second > 0)
         rows[i].speed_against_rpc_percent = 100 * (rows[i].tokens_per_second / rows[r].tokens_per_second - 1);
 }
 
