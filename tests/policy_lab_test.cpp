@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -15,6 +16,7 @@
 #include "policy_lab/settings.hpp"
 #include "policy_lab/table.hpp"
 #include "support/catch.hpp"
+#include "support/instruction_sets.hpp"
 
 using namespace beaconkv;
 using namespace beaconkv::lab;
@@ -68,13 +70,38 @@ void require_says(const std::string& message, const std::vector<std::string>& pa
   return {.max_new = static_cast<index_t>(problem.expected.size()) + 24, .eos = reasoner().config().eos_ids, .compare = true};
 }
 
-[[nodiscard]] Outcome evaluate_policy(const std::string& text, index_t budget, const Problem& problem) {
+[[nodiscard]] Outcome evaluate_policy(const std::string& text, index_t budget, const Problem& problem,
+                                      index_t layers_per_step = 0) {
   const PolicySpec spec = parse_policies(text).or_throw().front();
   const EvaluationOptions options = options_for(problem);
   const FullText full = generate_full(reasoner(), problem, options).or_throw();
-  return evaluate(reasoner(), find_policy(spec.name).or_throw(), {.budget = budget}, {spec.text, spec.settings, {}}, problem,
-                  full, options)
+  return evaluate(reasoner(), find_policy(spec.name).or_throw(), {.budget = budget, .layers_per_step = layers_per_step},
+                  {spec.text, spec.settings, {}}, problem, full, options)
       .or_throw();
+}
+
+/// In how many decode steps something was evicted.
+[[nodiscard]] index_t evictions_of(const Outcome& o) {
+  return std::count_if(o.steps.begin(), o.steps.end(), [](const StepTime& step) { return step.evicted; });
+}
+
+/// The lines of a CSV file, in fields.
+[[nodiscard]] std::vector<std::vector<std::string>> read_csv(const std::filesystem::path& file) {
+  std::vector<std::vector<std::string>> lines;
+  std::ifstream in(file);
+  for (std::string line; std::getline(in, line);) {
+    std::istringstream fields(line);
+    lines.emplace_back();
+    for (std::string field; std::getline(fields, field, ',');) lines.back().push_back(field);
+  }
+  return lines;
+}
+
+[[nodiscard]] std::size_t column(const std::string& name) {
+  const std::vector<std::string>& names = column_names();
+  const auto found = std::find(names.begin(), names.end(), name);
+  REQUIRE(found != names.end());
+  return static_cast<std::size_t>(found - names.begin());
 }
 
 }  // namespace
@@ -173,7 +200,8 @@ TEST_CASE("with a budget larger than the problem every policy writes the full ca
     const Outcome o = evaluate_policy(std::string(entry.name), 1000, problem);
     REQUIRE(o.same_text);
     REQUIRE(o.exact);
-    REQUIRE(o.eviction_us.empty());
+    REQUIRE(evictions_of(o) == 0);
+    REQUIRE_FALSE(o.prompt_eviction_us);
     REQUIRE(o.kl == 0.0);
     REQUIRE_THAT(o.mass_kept, Catch::Matchers::WithinAbs(1.0, 1e-5));
   }
@@ -192,32 +220,121 @@ TEST_CASE("a small budget shows in every column") {
     // 4 layers x 2 KV heads x 32 floats of K and V a row
     REQUIRE(o.peak_kv_bytes == (prompt + 64) * 4 * 2 * 2 * 32 * sizeof(float));
     // Every 8 tokens from the 64th generated one that is cached on; the last token of a text is never cached.
-    REQUIRE(static_cast<index_t>(o.eviction_us.size()) == (o.tokens - 1 - 64) / 8 + 1);
+    for (std::size_t i = 0; i < o.steps.size(); ++i) REQUIRE(o.steps[i].evicted == (i >= 63 && (i - 63) % 8 == 0));
+    REQUIRE(evictions_of(o) > 10);
     REQUIRE((o.state_bytes > 0) == (entry.name != "random" && entry.name != "recent_window"));
   }
 }
 
-TEST_CASE("the same run gives the same outcome, whatever the number of problems at a time") {
+TEST_CASE("every decode step is timed, the model's part and the policy's") {
+  const Problem problem = some_problems(1).front();
+  const FullText full = generate_full(reasoner(), problem, options_for(problem)).or_throw();
+  REQUIRE(full.steps.size() == full.tokens.size() - 1);
+  for (const StepTime& step : full.steps) {
+    REQUIRE(step.model_us > 0);
+    REQUIRE(step.policy_us == 0);
+    REQUIRE_FALSE(step.evicted);
+  }
+  const Outcome o = evaluate_policy("beaconkv", 64, problem);
+  REQUIRE(o.steps.size() == full.steps.size());
+  double policy_us = 0;
+  for (const StepTime& step : o.steps) {
+    REQUIRE(step.model_us > 0);
+    policy_us += step.policy_us;
+  }
+  REQUIRE(policy_us > 0);
+}
+
+TEST_CASE("with layers_per_step no decode step pays for more layers") {
+  const Problem problem = some_problems(1).front();
+  const Outcome together = evaluate_policy("beaconkv", 64, problem);
+  const Outcome staggered = evaluate_policy("beaconkv", 64, problem, 1);
+  // Four layers, one a step, then four steps without: as many evictions of layers, but for those at the end of the text.
+  for (std::size_t i = 0; i < staggered.steps.size(); ++i) REQUIRE(staggered.steps[i].evicted == (i >= 63 && (i - 63) % 8 < 4));
+  REQUIRE(evictions_of(staggered) <= 4 * evictions_of(together));
+  REQUIRE(evictions_of(staggered) > 4 * evictions_of(together) - 4);
+  const std::size_t row_bytes = 2 * 2 * 32 * sizeof(float);
+  // A layer that waits grows by a row a step, while those that were first have not come back to the budget yet.
+  REQUIRE(staggered.peak_kv_bytes == together.peak_kv_bytes);
+  REQUIRE(together.peak_kv_bytes == (problem.prompt.size() + 64) * 4 * row_bytes);
+  REQUIRE(evaluate_policy("rpc", 64, problem, 4).kl == evaluate_policy("rpc", 64, problem).kl);
+}
+
+TEST_CASE("the least of several times, step by step") {
+  std::vector<StepTime> steps{{.model_us = 3, .policy_us = 1}, {.model_us = 2, .policy_us = 9, .evicted = true}};
+  keep_least(steps, {{.model_us = 2, .policy_us = 2}, {.model_us = 4, .policy_us = 5, .evicted = true}});
+  REQUIRE(steps.size() == 2);
+  REQUIRE(steps[0].model_us == 2);
+  REQUIRE(steps[0].policy_us == 1);
+  REQUIRE(steps[1].model_us == 2);
+  REQUIRE(steps[1].policy_us == 5);
+  REQUIRE(steps[1].evicted);
+}
+
+TEST_CASE("the same run gives the same outcome, whatever the number of problems at a time and of repeats") {
   const TemporaryFile one("");
   const TemporaryFile two("");
   RunOptions options{
       .model = model_directory, .prompts = prompts_file, .policies = "random,beaconkv", .budgets = "64", .limit = 3};
-  const auto columns = [&](index_t threads, const std::filesystem::path& csv) {
+  const auto columns = [&](index_t threads, index_t repeats, const std::filesystem::path& csv) {
     options.threads = threads;
+    options.repeats = repeats;
     options.csv = csv;
     REQUIRE(run(options).ok());
-    std::ifstream in(csv);
-    std::string text;
-    for (std::string line; std::getline(in, line);) {  // up to state_bytes: what follows is time
-      std::size_t end = 0;
-      for (int commas = 0; commas < 11; ++commas) end = line.find(',', end) + 1;
-      text += line.substr(0, end) + "\n";
+    std::vector<std::vector<std::string>> lines = read_csv(csv);
+    for (std::vector<std::string>& line : lines) {
+      const std::string evictions = line.at(column("evictions"));
+      line.resize(column("tokens_per_second"));  // from here on: time
+      line.push_back(evictions);
     }
-    return text;
+    return lines;
   };
-  const std::string serial = columns(1, one.path());
-  REQUIRE(std::count(serial.begin(), serial.end(), '\n') == 3);
-  REQUIRE(serial == columns(3, two.path()));
+  const auto serial = columns(1, 1, one.path());
+  REQUIRE(serial.size() == 3);
+  REQUIRE(serial == columns(3, 2, two.path()));
+}
+
+TEST_CASE("speed against rpc at the same budget, whichever stands first") {
+  const TemporaryFile csv("");
+  const RunOptions options{.model = model_directory,
+                           .prompts = prompts_file,
+                           .policies = "full,beaconkv,rpc,rpc:n_recent_queries=4",
+                           .budgets = "64,72",
+                           .limit = 1,
+                           .compare = false,
+                           .csv = csv.path()};
+  REQUIRE(run(options).ok());
+  const auto lines = read_csv(csv.path());
+  REQUIRE(lines.size() == 8);
+  const std::size_t against_rpc = column("speed_against_rpc_percent");
+  REQUIRE(lines[1][against_rpc] == "-");
+  const auto speed = [&](std::size_t line) { return std::stod(lines[line][column("tokens_per_second")]); };
+  for (std::size_t line = 2; line < 8; ++line) {
+    CAPTURE(line);
+    const std::size_t rpc = line % 2 == 0 ? 4 : 5;  // of the same budget
+    REQUIRE(lines[line][1] == lines[rpc][1]);
+    // The speed in the table is rounded to one token a second, the comparison to 0.1 %.
+    const double rounding = 0.06 + 200 / std::min(speed(line), speed(rpc));
+    REQUIRE_THAT(std::stod(lines[line][against_rpc]),
+                 Catch::Matchers::WithinAbs(100 * (speed(line) / speed(rpc) - 1), rounding));
+  }
+  REQUIRE(lines[4][against_rpc] == "+0.0");
+}
+
+TEST_CASE("an instruction set can be forced") {
+  const test::ForcedSet restore(instruction_set());
+  RunOptions options{.model = model_directory, .prompts = prompts_file, .policies = "rpc", .budgets = "64", .limit = 1};
+  for (const InstructionSet set : {InstructionSet::baseline, InstructionSet::avx2, InstructionSet::avx512}) {
+    options.instruction_set = name_of(set);
+    const Status status = run(options);
+    REQUIRE(status.ok() == is_supported(set));
+    if (status.ok())
+      REQUIRE(instruction_set() == set);
+    else
+      require_says(status.message(), {"--instruction-set", name_of(set)});
+  }
+  options.instruction_set = "sse9";
+  require_says(run(options).message(), {"--instruction-set", "'sse9'", "avx2"});
 }
 
 TEST_CASE("what cannot work is refused before anything runs") {
@@ -236,6 +353,8 @@ TEST_CASE("what cannot work is refused before anything runs") {
                }),
                {"'n_beacon'"});
   require_says(error([](RunOptions& o) { o.limit = -1; }), {"--limit = -1"});
+  require_says(error([](RunOptions& o) { o.repeats = 0; }), {"--repeats = 0"});
+  require_says(error([](RunOptions& o) { o.layers_per_step = -1; }), {"--layers-per-step = -1"});
   require_says(error([](RunOptions& o) { o.model = "/does/not/exist"; }), {"/does/not/exist"});
   require_says(error([](RunOptions& o) { o.csv = "/does/not/exist/a.csv"; }), {"/does/not/exist/a.csv"});
 }
@@ -247,19 +366,31 @@ TEST_CASE("rows sum outcomes up") {
        .same_text = true,
        .kl = 0.1,
        .mass_kept = 1.0,
-       .tokens = 11,
-       .seconds = 1,
        .peak_kv_bytes = 10,
-       .eviction_us = {5, 1}},
-      {.exact = false, .kl = 0.3, .mass_kept = 0.8, .tokens = 21, .seconds = 2, .peak_kv_bytes = 30, .eviction_us = {3}},
-      {.exact = true, .kl = 0.2, .mass_kept = 0.6, .tokens = 31, .seconds = 3, .peak_kv_bytes = 20, .eviction_us = {}}};
+       .steps = {{.model_us = 40}, {.model_us = 40, .policy_us = 30, .evicted = true}, {.model_us = 30, .policy_us = 20}},
+       .prompt_eviction_us = 7},
+      {.exact = false,
+       .kl = 0.3,
+       .mass_kept = 0.8,
+       .peak_kv_bytes = 30,
+       .steps = {{.model_us = 100, .policy_us = 60, .evicted = true}, {.model_us = 80}}},
+      {.exact = true, .kl = 0.2, .mass_kept = 0.6, .peak_kv_bytes = 20}};
   Row row = summarise(problems, outcomes, true);
   row.policy = "p";
   row.budget_max = "64";
   row.budget_min = "56";
-  REQUIRE(cells(row) == std::vector<std::string>{"p", "64", "56", "3", "66.7", "50/100", "33.3", "0.2000", "0.8000", "30", "0",
-                                                 "10", "3", "3", "5", "5"});
+  // Steps of 40, 70 and 50 us, and of 160 and 80: 5 in 400 us, of which 110 the policy's. The medians are 50 and 80.
+  REQUIRE(cells(row) == std::vector<std::string>{"p",      "64",     "56", "3",  "66.7",  "50/100", "33.3",
+                                                 "0.2000", "0.8000", "30", "0",  "12500", "-",      "27.5",
+                                                 "70",     "2.00",   "3",  "30", "60",    "60"});
   REQUIRE(column_names().size() == cells(row).size());
+  row.speed_against_rpc_percent = -2.84;
+  REQUIRE(cells(row)[column("speed_against_rpc_percent")] == "-2.8");
+  row.speed_against_rpc_percent = 0.04;
+  REQUIRE(cells(row)[column("speed_against_rpc_percent")] == "+0.0");
+  const Row nothing = summarise({}, {}, false);
+  REQUIRE(cells(nothing)[column("policy_percent")] == "0.0");
+  REQUIRE(cells(nothing)[column("worst_step")] == "0.00");
   row.compared = false;
   REQUIRE(cells(row)[7] == "-");
 }

@@ -6,48 +6,26 @@
 #include <limits>
 #include <new>
 
+#include "engine/kernels.hpp"
+
 namespace beaconkv::engine {
 namespace {
 
-// Tokens that pass through the layers together: enough to use matrix products well, few enough to keep scratch small.
-constexpr index_t block = 64;
-
 using VectorMap = Eigen::Map<Vector>;
 using ConstVectorMap = Eigen::Map<const Vector>;
-using Strided = Eigen::OuterStride<>;
-using MatrixMap = Eigen::Map<Matrix, Eigen::Unaligned, Strided>;
-using ConstMatrixMap = Eigen::Map<const Matrix, Eigen::Unaligned, Strided>;
-
-/// `out += W * in`, without the bias, for `tokens` rows of `in`, `in_stride` apart; `out` is dense.
-void multiply_add(const Matrix& weight, const float* in, index_t in_stride, index_t tokens, float* out) {
-  if (tokens == 1) {
-    VectorMap(out, weight.rows()).noalias() += weight * ConstVectorMap(in, weight.cols());
-    return;
-  }
-  MatrixMap(out, tokens, weight.rows(), Strided(weight.rows())).noalias() +=
-      ConstMatrixMap(in, tokens, weight.cols(), Strided(in_stride)) * weight.transpose();
-}
-
-/// `out (+)= W * in + b`.
-void apply(const Linear& linear, const float* in, index_t in_stride, index_t tokens, float* out, bool accumulate) {
+/// `out (+)= W * in + b`, for rows of `in` and `out`, both dense.
+void apply(const Linear& linear, const float* in, index_t tokens, float* out, bool accumulate, float* scratch) {
   const index_t outputs = linear.weight.rows();
-  MatrixMap rows(out, tokens, outputs, Strided(outputs));
+  Eigen::Map<Matrix> rows(out, tokens, outputs);
   if (!accumulate) rows.setZero();
   if (linear.bias.size() > 0) rows.rowwise() += linear.bias.transpose();
-  multiply_add(linear.weight, in, in_stride, tokens, out);
+  multiply_add(linear.weight.data(), outputs, linear.weight.cols(), in, tokens, out, scratch);
 }
 
 void rms_norm(const Vector& weight, float eps, const float* in, float* out) {
   const ConstVectorMap x(in, weight.size());
   const float scale = 1.0F / std::sqrt(x.squaredNorm() / static_cast<float>(weight.size()) + eps);
   VectorMap(out, weight.size()) = (x * scale).cwiseProduct(weight);
-}
-
-/// Softmax in place.
-void softmax(float* row, index_t size) {
-  VectorMap x(row, size);
-  x.array() = (x.array() - x.maxCoeff()).exp();
-  x *= 1.0F / x.sum();
 }
 
 }  // namespace
@@ -79,8 +57,10 @@ Session::Session(const Model& model, index_t capacity, Checked /*tag*/)
       qkv_(block * qkv_width()),
       mixed_(block * query_width()),
       gate_up_(block * 2 * model.config().intermediate_size),
-      weights_(std::max(block, model.shape().query_heads) * capacity),
-      rotations_(block * model.rope().rotary_dim()) {}
+      weights_(model.shape().query_heads * capacity),
+      rotations_(block * model.rope().rotary_dim()),
+      products_(
+          product_scratch(block, std::max({model.config().hidden_size, model.config().intermediate_size, query_width()}))) {}
 
 index_t Session::qkv_width() const noexcept { return query_width() + 2 * model_->shape().kv_heads * model_->shape().head_dim; }
 
@@ -109,7 +89,8 @@ Status Session::prefill(std::span<const int> tokens) {
   const index_t hidden = model_->config().hidden_size;
   const index_t last = (count - 1) % block;
   rms_norm(model_->final_norm(), model_->config().rms_norm_eps, hidden_.data() + last * hidden, normed_.data());
-  logits_.noalias() = model_->head() * normed_.head(hidden);
+  logits_.setZero();
+  multiply_add(model_->head().data(), model_->vocab_size(), hidden, normed_.data(), 1, logits_.data(), nullptr);
   return {};
 }
 
@@ -128,10 +109,10 @@ void Session::forward(std::span<const int> tokens, index_t first) {
     for (index_t t = 0; t < count; ++t)
       rms_norm(weights.attention_norm, config.rms_norm_eps, hidden_.data() + t * config.hidden_size,
                normed_.data() + t * config.hidden_size);
-    apply(weights.qkv, normed_.data(), config.hidden_size, count, qkv_.data(), false);
+    apply(weights.qkv, normed_.data(), count, qkv_.data(), false, products_.data());
     append_heads(l, count, first);
     attend(l, count);
-    apply(weights.output, mixed_.data(), query_width(), count, hidden_.data(), true);
+    apply(weights.output, mixed_.data(), count, hidden_.data(), true, products_.data());
     feed_forward(weights, count);
     lengths_[static_cast<std::size_t>(l)] += count;
   }
@@ -166,46 +147,23 @@ void Session::append_heads(index_t layer, index_t tokens, index_t first) {
   }
 }
 
-/// Attention of the queries in `qkv_` over the rows of the layer, the new ones included; result in `mixed_`.
+/// Attention of the queries in `qkv_` over the rows of the layer, of which each token sees those up to its own; result in
+/// `mixed_`.
 void Session::attend(index_t layer, index_t tokens) {
-  const index_t query_heads = model_->shape().query_heads;
-  const index_t rows = length(layer) + tokens;
-  if (tokens > 1) {
-    for (index_t h = 0; h < query_heads; ++h) attend_block(layer, h, rows, tokens);
-    return;
-  }
+  const auto& [query_heads, kv_heads, dim] = model_->shape();
+  const index_t group = model_->shape().group();
   const bool record = recording_ && query_tokens_ == 1;
   float* const weights = record ? recorded_.data() + layer * query_heads * capacity_ : weights_.data();
-  if (record) recorded_rows_[static_cast<std::size_t>(layer)] = rows;
-  for (index_t h = 0; h < query_heads; ++h) attend_one(layer, h, rows, weights + h * rows);
-}
-
-void Session::attend_one(index_t layer, index_t head, index_t rows, float* weights) {
-  const index_t dim = model_->shape().head_dim;
-  const index_t first = head / model_->shape().group() * capacity_ * dim;
-  const Eigen::Map<const Matrix> key_rows(keys(layer) + first, rows, dim);
-  const Eigen::Map<const Matrix> value_rows(values(layer) + first, rows, dim);
-  const float scale = 1.0F / std::sqrt(static_cast<float>(dim));
-  VectorMap w(weights, rows);
-  w.noalias() = scale * (key_rows * ConstVectorMap(qkv_.data() + head * dim, dim));
-  softmax(weights, rows);
-  VectorMap(mixed_.data() + head * dim, dim).noalias() = value_rows.transpose() * w;
-}
-
-void Session::attend_block(index_t layer, index_t head, index_t rows, index_t tokens) {
-  const index_t dim = model_->shape().head_dim;
-  const index_t first = head / model_->shape().group() * capacity_ * dim;
-  const Eigen::Map<const Matrix> key_rows(keys(layer) + first, rows, dim);
-  const Eigen::Map<const Matrix> value_rows(values(layer) + first, rows, dim);
-  const float scale = 1.0F / std::sqrt(static_cast<float>(dim));
-  Eigen::Map<Matrix> w(weights_.data(), tokens, rows);
-  w.noalias() = scale * (ConstMatrixMap(qkv_.data() + head * dim, tokens, dim, Strided(qkv_width())) * key_rows.transpose());
-  for (index_t t = 0; t < tokens; ++t) {
-    const index_t visible = rows - tokens + t + 1;
-    softmax(weights_.data() + t * rows, visible);
-    w.row(t).tail(rows - visible).setZero();
+  if (record) recorded_rows_[static_cast<std::size_t>(layer)] = length(layer) + 1;
+  for (index_t h = 0; h < kv_heads; ++h) {
+    const index_t first = h * capacity_ * dim;
+    for (index_t t = 0; t < tokens; ++t) {
+      const index_t rows = length(layer) + t + 1;
+      engine::attend({keys(layer) + first, values(layer) + first, rows, dim}, group,
+                     qkv_.data() + t * qkv_width() + h * group * dim, weights + h * group * rows,
+                     mixed_.data() + t * query_width() + h * group * dim);
+    }
   }
-  MatrixMap(mixed_.data() + head * dim, tokens, dim, Strided(query_width())).noalias() = w * value_rows;
 }
 
 void Session::feed_forward(const LayerWeights& weights, index_t tokens) {
@@ -213,13 +171,12 @@ void Session::feed_forward(const LayerWeights& weights, index_t tokens) {
   const index_t inner = model_->config().intermediate_size;
   for (index_t t = 0; t < tokens; ++t)
     rms_norm(weights.mlp_norm, model_->config().rms_norm_eps, hidden_.data() + t * hidden, normed_.data() + t * hidden);
-  apply(weights.gate_up, normed_.data(), hidden, tokens, gate_up_.data(), false);
-  for (index_t t = 0; t < tokens; ++t) {
-    auto gate = gate_up_.segment(t * 2 * inner, inner).array();
-    const auto up = gate_up_.segment(t * 2 * inner + inner, inner).array();
-    gate = gate / (1.0F + (-gate).exp()) * up;
+  apply(weights.gate_up, normed_.data(), tokens, gate_up_.data(), false, products_.data());
+  for (index_t t = 0; t < tokens; ++t) {  // the results move up: every row of `inner` was read before it is written over
+    const float* const row = gate_up_.data() + t * 2 * inner;
+    gate(row, row + inner, inner, gate_up_.data() + t * inner);
   }
-  apply(weights.down, gate_up_.data(), 2 * inner, tokens, hidden_.data(), true);
+  apply(weights.down, gate_up_.data(), tokens, hidden_.data(), true, products_.data());
 }
 
 QueryView Session::queries(index_t layer) const noexcept {

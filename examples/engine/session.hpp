@@ -74,8 +74,6 @@ class Session {
   void forward(std::span<const int> tokens, index_t first);
   void append_heads(index_t layer, index_t tokens, index_t first);
   void attend(index_t layer, index_t tokens);
-  void attend_one(index_t layer, index_t head, index_t rows, float* weights);
-  void attend_block(index_t layer, index_t head, index_t rows, index_t tokens);
   void feed_forward(const LayerWeights& weights, index_t tokens);
 
   [[nodiscard]] static std::span<const float> view(const Vector& v) noexcept {
@@ -105,8 +103,9 @@ class Session {
   Vector qkv_;        // [block][(Hq + 2 Hk) * D]
   Vector mixed_;      // [block][Hq * D], what attention gives
   Vector gate_up_;    // [block][2 * intermediate]
-  Vector weights_;    // [block][capacity] of one head, or [Hq][capacity] of one token
+  Vector weights_;    // [Hq][capacity] of one token
   Vector rotations_;  // [block][rotary_dim]
+  Vector products_;   // what a matrix product of several tokens needs
 };
 
 }  // namespace beaconkv::engine

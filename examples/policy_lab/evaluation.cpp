@@ -13,8 +13,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-[[nodiscard]] double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
+[[nodiscard]] double microseconds_since(Clock::time_point start) {
+  return std::chrono::duration<double, std::micro>(Clock::now() - start).count();
 }
 
 [[nodiscard]] bool ends_text(int token, const EvaluationOptions& options) {
@@ -25,7 +25,7 @@ using Clock = std::chrono::steady_clock;
 struct Sequence {
   engine::Session session;
   std::unique_ptr<ModelPolicy> policy;
-  std::optional<double> prefill_eviction_us{};  ///< set where the prompt itself was cut
+  std::optional<double> prompt_eviction_us{};  ///< set where the prompt itself was cut
 
   [[nodiscard]] static Result<Sequence> begin(const engine::Model& model, const PolicyEntry& entry,
                                               const PolicyRequest& request, Settings& settings, std::span<const int> prompt) {
@@ -39,7 +39,7 @@ struct Sequence {
     const auto start = Clock::now();
     const Result<index_t> evicted = sequence.policy->after_prefill(sequence.session);
     if (!evicted) return evicted.status();
-    if (*evicted > 0) sequence.prefill_eviction_us = 1e6 * seconds_since(start);
+    if (*evicted > 0) sequence.prompt_eviction_us = microseconds_since(start);
     return sequence;
   }
 
@@ -52,9 +52,24 @@ struct Sequence {
   }
 
   /// The token's forward pass; its keys and values are in the cache afterwards.
-  [[nodiscard]] Status decode(int token) {
+  [[nodiscard]] Result<StepTime> decode(int token) {
+    StepTime time;
+    const auto start = Clock::now();
     if (Status s = session.decode(token); !s) return s;
-    return policy->append(session);
+    time.model_us = microseconds_since(start);
+    const auto policy_start = Clock::now();
+    if (Status s = policy->append(session); !s) return s;
+    time.policy_us = microseconds_since(policy_start);
+    return time;
+  }
+  /// What follows on the forward pass; its time is added.
+  [[nodiscard]] Status observe_and_evict(StepTime& time) {
+    const auto start = Clock::now();
+    const Result<index_t> evicted = policy->observe_and_evict(session);
+    if (!evicted) return evicted.status();
+    time.policy_us += microseconds_since(start);
+    time.evicted = *evicted > 0;
+    return {};
   }
 };
 
@@ -98,28 +113,36 @@ struct Sequence {
     if (!token) return token.status();
     text.push_back(*token);
     if (ends_text(*token, options)) return {};
-    if (Status s = sequence.decode(*token); !s) return s;
-    if (Result<index_t> evicted = sequence.policy->observe_and_evict(sequence.session); !evicted) return evicted.status();
+    Result<StepTime> time = sequence.decode(*token);
+    if (!time) return time.status();
+    if (Status s = sequence.observe_and_evict(*time); !s) return s;
   }
   return {};
 }
 
 }  // namespace
 
+void keep_least(std::vector<StepTime>& steps, const std::vector<StepTime>& again) {
+  for (std::size_t i = 0; i < std::min(steps.size(), again.size()); ++i) {
+    steps[i].model_us = std::min(steps[i].model_us, again[i].model_us);
+    steps[i].policy_us = std::min(steps[i].policy_us, again[i].policy_us);
+  }
+}
+
 Result<FullText> generate_full(const engine::Model& model, const Problem& problem, const EvaluationOptions& options) {
   Result<engine::Session> session = engine::Session::make(model, static_cast<index_t>(problem.prompt.size()) + options.max_new);
   if (!session) return session.status();
   if (Status s = session->prefill(problem.prompt); !s) return s;
   FullText full;
-  const auto start = Clock::now();
   while (static_cast<index_t>(full.tokens.size()) < options.max_new) {
     const Result<int> token = engine::greedy(session->logits());
     if (!token) return token.status();
     full.tokens.push_back(*token);
     if (ends_text(*token, options)) break;
+    const auto start = Clock::now();
     if (Status s = session->decode(*token); !s) return s;
+    full.steps.push_back({.model_us = microseconds_since(start)});
   }
-  full.seconds = seconds_since(start);
   return full;
 }
 
@@ -139,28 +162,27 @@ Result<Outcome> evaluate(const engine::Model& model, const PolicyEntry& entry, P
   }
 
   Outcome outcome;
-  outcome.tokens = static_cast<index_t>(full.tokens.size());
   const auto bytes_per_row = static_cast<std::size_t>(forced->policy->bytes_per_token() / model.layers());
   outcome.peak_kv_bytes = problem.prompt.size() * static_cast<std::size_t>(forced->policy->bytes_per_token());
-  if (forced->prefill_eviction_us) outcome.eviction_us.push_back(*forced->prefill_eviction_us);
+  outcome.prompt_eviction_us = forced->prompt_eviction_us;
   double mass = 0;
-  index_t steps = 0;
   std::optional<std::vector<int>> own_text;
   for (std::size_t i = 0; i < full.tokens.size(); ++i) {
     const Result<int> choice = engine::greedy(forced->session.logits());
     if (!choice) return choice.status();
     if (*choice != full.tokens[i] && !own_text) {
       own_text.emplace(full.tokens.begin(), full.tokens.begin() + static_cast<std::ptrdiff_t>(i));
-      Result<Sequence> free = forced->fork();
-      if (!free) return free.status();
-      if (Status s = continue_freely(*free, *own_text, options); !s) return s;
+      if (options.answer) {
+        Result<Sequence> free = forced->fork();
+        if (!free) return free.status();
+        if (Status s = continue_freely(*free, *own_text, options); !s) return s;
+      }
     }
     if (shadow) outcome.kl += divergence(shadow->logits(), forced->session.logits());
     if (i + 1 == full.tokens.size()) break;
 
-    const auto start = Clock::now();
-    if (Status s = forced->decode(full.tokens[i]); !s) return s;
-    outcome.seconds += seconds_since(start);
+    Result<StepTime> time = forced->decode(full.tokens[i]);
+    if (!time) return time.status();
     std::size_t rows = 0;
     for (index_t l = 0; l < model.layers(); ++l) rows += static_cast<std::size_t>(forced->policy->num_tokens(l));
     outcome.peak_kv_bytes = std::max(outcome.peak_kv_bytes, rows * bytes_per_row);
@@ -168,21 +190,15 @@ Result<Outcome> evaluate(const engine::Model& model, const PolicyEntry& entry, P
       if (Status s = shadow->decode(full.tokens[i]); !s) return s;
       mass += mass_kept(*shadow, *forced->policy);
     }
-    ++steps;
-
-    const auto eviction_start = Clock::now();
-    const Result<index_t> evicted = forced->policy->observe_and_evict(forced->session);
-    const double eviction_seconds = seconds_since(eviction_start);
-    if (!evicted) return evicted.status();
-    outcome.seconds += eviction_seconds;
-    if (*evicted > 0) outcome.eviction_us.push_back(1e6 * eviction_seconds);
+    if (Status s = forced->observe_and_evict(*time); !s) return s;
+    outcome.steps.push_back(*time);
     outcome.state_bytes = std::max(outcome.state_bytes, forced->policy->state_bytes());
   }
   outcome.same_text = !own_text;
   outcome.exact =
       problem.answer.empty() ? outcome.same_text : problem.answered_by(own_text ? *own_text : full.tokens, options.eos);
-  outcome.kl /= static_cast<double>(std::max<index_t>(1, outcome.tokens));
-  outcome.mass_kept = steps > 0 ? mass / static_cast<double>(steps) : 1;
+  outcome.kl /= static_cast<double>(std::max<std::size_t>(1, full.tokens.size()));
+  outcome.mass_kept = outcome.steps.empty() ? 1 : mass / static_cast<double>(outcome.steps.size());
   return outcome;
 }
 

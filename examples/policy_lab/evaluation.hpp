@@ -4,6 +4,7 @@
 /// \file
 /// One policy on one problem, against the full cache.
 
+#include <optional>
 #include <vector>
 
 #include "engine/session.hpp"
@@ -12,10 +13,21 @@
 
 namespace beaconkv::lab {
 
+/// How long a decode step took.
+struct StepTime {
+  double model_us = 0;  ///< the forward pass
+  double policy_us =
+      0;  ///< all that the policy costs: its books, taking note of the queries, and the eviction where one is due
+  bool evicted = false;
+};
+
+/// The least of both, step by step: for the same steps, measured twice.
+void keep_least(std::vector<StepTime>& steps, const std::vector<StepTime>& again);
+
 /// What the full cache wrote, and how long that took.
 struct FullText {
   std::vector<int> tokens;  ///< `<eos>` included, unless `max_new` came first
-  double seconds = 0;       ///< of the decode steps
+  std::vector<StepTime> steps{};
 };
 
 /// What one policy did on one problem.
@@ -24,11 +36,10 @@ struct Outcome {
   bool same_text = false;  ///< token for token the full cache's text
   double kl = 0;           ///< mean over the tokens of the full cache's text, nats
   double mass_kept = 1;    ///< mean over decode steps, layers and query heads
-  index_t tokens = 0;      ///< of the full cache's text
-  double seconds = 0;      ///< of the decode steps along that text, evictions included
   std::size_t peak_kv_bytes = 0;
-  std::size_t state_bytes = 0;        ///< at most, of all layers
-  std::vector<double> eviction_us{};  ///< one for each step in which something was evicted, all layers together
+  std::size_t state_bytes = 0;    ///< at most, of all layers
+  std::vector<StepTime> steps{};  ///< along the full cache's text, all layers together
+  std::optional<double> prompt_eviction_us{};
 };
 
 /// How a problem is run.
@@ -36,6 +47,7 @@ struct EvaluationOptions {
   index_t max_new = 0;     ///< longest text
   std::vector<int> eos{};  ///< tokens that end a text
   bool compare = true;     ///< a shadow full cache runs beside the policy: gives `kl` and `mass_kept`
+  bool answer = true;      ///< the policy writes on by itself where it departs: gives `exact`
 };
 
 /// The full cache's greedy text.

@@ -41,11 +41,19 @@ int main(int argc, char** argv) {
       ->capture_default_str();
   run->add_option("--seed", options.seed, "Of the policy 'random'")->capture_default_str();
   run->add_option("--threads", options.threads, "Problems at a time (0: one a core)")->capture_default_str();
+  run->add_option("--repeats", options.repeats, "Each step's time is the least of so many runs; the policies take turns")
+      ->capture_default_str();
+  run->add_option("--layers-per-step", options.layers_per_step,
+                  "The most layers that evict in one decode step; the others come next (0: all that are due)")
+      ->capture_default_str();
+  run->add_option("--instruction-set", options.instruction_set,
+                  "baseline, avx2 or avx512, of all kernels (default: the best that this machine has)");
   run->add_flag("--as-published", options.as_published,
                 "Each policy with its paper's trigger, protection and growth instead of one rule for all");
   run->add_flag("--no-compare", fast, "Without the shadow full cache: no KL, no attention mass, half the time");
   run->add_option("--csv", options.csv, "Write the table here, too");
-  run->add_option("--plot", options.plot, "Draw exact answers over the budget as PNG (needs gnuplot)");
+  run->add_option("--plot", options.plot,
+                  "Draw exact answers and the policies' share of decoding over the budget as PNG (needs gnuplot)");
   add_setting(*run, options, "budget_min", "Tokens left after an eviction (default 7/8 of the budget)");
   add_setting(*run, options, "n_recent_kv", "Newest rows that always stay (default 8; as published: each paper's)");
   add_setting(*run, options, "n_recent_queries", "Newest queries that score (default 16, rkv 8)");

@@ -25,14 +25,15 @@ template <class Policy>
 class LayeredPolicy final : public ModelPolicy {
  public:
   /// `policies`: one for each layer.
-  [[nodiscard]] static MadePolicy make(Session& session, std::vector<Policy> policies) {
+  [[nodiscard]] static MadePolicy make(Session& session, std::vector<Policy> policies, index_t layers_per_step) {
     std::vector<Cache> caches;
     for (index_t l = 0; l < session.model().layers(); ++l) {
       Result<Cache> cache = Cache::make(plane_of(session, session.keys(l)), plane_of(session, session.values(l)));
       if (!cache) return cache.status();
       caches.push_back(std::move(*cache));
     }
-    Result<Layers> layers = Layers::make(std::move(policies), std::move(caches), {.capacity = session.capacity()});
+    Result<Layers> layers = Layers::make(std::move(policies), std::move(caches),
+                                         {.capacity = session.capacity(), .layers_per_step = layers_per_step});
     if (!layers) return layers.status();
     return std::unique_ptr<ModelPolicy>(new LayeredPolicy(std::move(*layers)));
   }
@@ -121,7 +122,8 @@ void read_options(Options& o, Settings& s) {
 
 /// Copies a policy for each layer, once its options were read without complaint.
 template <class Policy>
-[[nodiscard]] MadePolicy build(const typename Policy::Options& options, const Settings& settings, Session& session) {
+[[nodiscard]] MadePolicy build(const PolicyRequest& request, const typename Policy::Options& options, const Settings& settings,
+                               Session& session) {
   if (Status s = settings.status(); !s) return s;
   const engine::Model& model = session.model();
   const Result<Policy> policy = [&] {
@@ -131,7 +133,8 @@ template <class Policy>
       return Policy::make(model.shape(), options);
   }();
   if (!policy) return policy.status();
-  return LayeredPolicy<Policy>::make(session, std::vector<Policy>(static_cast<std::size_t>(model.layers()), *policy));
+  return LayeredPolicy<Policy>::make(session, std::vector<Policy>(static_cast<std::size_t>(model.layers()), *policy),
+                                     request.layers_per_step);
 }
 
 /// The common rule of a comparison: the prompt is kept and lies on top of the budget.
@@ -148,12 +151,12 @@ MadePolicy make_common(const PolicyRequest& request, Settings& settings, Session
   if constexpr (requires { o.n_recent_kv; }) o.n_recent_kv = 8;
   if constexpr (requires { o.n_recent_queries; }) o.n_recent_queries = std::min<index_t>(o.n_recent_queries, 16);
   read_options(o, settings);
-  return build<Policy>(o, settings, session);
+  return build<Policy>(request, o, settings, session);
 }
 
 /// Never evicts: a budget that nothing reaches.
-MadePolicy make_full(const PolicyRequest&, Settings& settings, Session& session) {
-  return build<RecentWindow<>>({.budget = {.max = std::numeric_limits<index_t>::max()}}, settings, session);
+MadePolicy make_full(const PolicyRequest& request, Settings& settings, Session& session) {
+  return build<RecentWindow<>>(request, {.budget = {.max = std::numeric_limits<index_t>::max()}}, settings, session);
 }
 
 MadePolicy make_random(const PolicyRequest& request, Settings& settings, Session& session) {
@@ -169,7 +172,7 @@ MadePolicy make_random(const PolicyRequest& request, Settings& settings, Session
     if (!policy) return policy.status();
     layers.push_back(std::move(*policy));
   }
-  return LayeredPolicy<Random>::make(session, std::move(layers));
+  return LayeredPolicy<Random>::make(session, std::move(layers), request.layers_per_step);
 }
 
 // As published: each paper's own trigger, protection and growth. What "budget" means differs.
@@ -177,32 +180,32 @@ MadePolicy make_random(const PolicyRequest& request, Settings& settings, Session
 /// StreamingLLM: sinks and a window that slides with every token.
 MadePolicy publish_recent_window(const PolicyRequest& request, Settings& settings, Session& session) {
   const FixedBudget sliding{.max = request.budget, .min = request.budget, .counts_prefix = true};
-  return build<RecentWindow<>>({.budget = sliding, .n_prefix = settings.count("n_prefix", 4)}, settings, session);
+  return build<RecentWindow<>>(request, {.budget = sliding, .n_prefix = settings.count("n_prefix", 4)}, settings, session);
 }
 
 MadePolicy publish_snapkv(const PolicyRequest& request, Settings& settings, Session& session) {
   SnapKVOptions<> o{.budget = {.tokens = request.budget}};
   read_options(o, settings);
-  return build<SnapKV<>>(o, settings, session);
+  return build<SnapKV<>>(request, o, settings, session);
 }
 
 MadePolicy publish_rpc(const PolicyRequest& request, Settings& settings, Session& session) {
   RPCOptions<> o{.budget = {.period = request.budget, .ratio = settings.count("ratio", 4)}, .newest_query_twice = true};
   read_options(o, settings);
-  return build<RPC<>>(o, settings, session);
+  return build<RPC<>>(request, o, settings, session);
 }
 
 MadePolicy publish_rkv(const PolicyRequest& request, Settings& settings, Session& session) {
   RKVOptions<> o{.budget = {.tokens = request.budget, .interval = settings.count("interval", 128)},
                  .order = RKVOrder::published};
   read_options(o, settings);
-  return build<RKV<>>(o, settings, session);
+  return build<RKV<>>(request, o, settings, session);
 }
 
 MadePolicy publish_beaconkv(const PolicyRequest& request, Settings& settings, Session& session) {
   BeaconKVOptions<> o{.budget = common_budget(request, settings)};
   read_options(o, settings);
-  return build<BeaconKV<>>(o, settings, session);
+  return build<BeaconKV<>>(request, o, settings, session);
 }
 
 }  // namespace

@@ -46,6 +46,7 @@ struct PolicyRequest {
   index_t budget = 0;
   bool as_published = false;  ///< the paper's own trigger, protection and growth instead of the common rule
   index_t seed = 0;
+  index_t layers_per_step = 0;  ///< the most layers that evict in one decode step; 0: all that are due
 };
 
 /// Makes a policy for all layers of a session. Bad settings are errors.

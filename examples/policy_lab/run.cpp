@@ -85,7 +85,12 @@ struct Job {
   PolicyEntry entry;
   index_t budget = 0;  ///< 0: none
   std::optional<index_t> budget_min{};
+  std::vector<Outcome> outcomes{};  ///< of each problem
 };
+
+[[nodiscard]] std::string pass_text(const RunOptions& options, index_t pass) {
+  return options.repeats == 1 ? "" : ", run " + std::to_string(pass + 1) + " of " + std::to_string(options.repeats);
+}
 
 [[nodiscard]] Settings settings_of(const Job& job, const RunOptions& options) {
   return {job.spec.text, job.spec.settings, options.settings};
@@ -137,8 +142,7 @@ struct Job {
   std::vector<Outcome> outcomes;
   for (std::size_t i = 0; i < problems.size(); ++i) {
     Outcome o;
-    o.tokens = static_cast<index_t>(texts[i].tokens.size());
-    o.seconds = texts[i].seconds;
+    o.steps = texts[i].steps;
     o.same_text = true;
     o.exact = problems[i].answer.empty() || problems[i].answered_by(texts[i].tokens, eos);
     o.peak_kv_bytes = (problems[i].prompt.size() + texts[i].tokens.size() - 1) * bytes_per_token;
@@ -147,26 +151,86 @@ struct Job {
   return summarise(problems, outcomes, true);
 }
 
+/// Every row's speed against `rpc` at the same budget, as far as that has a row.
+void compare_with_rpc(std::vector<Row>& rows, const std::vector<Job>& jobs) {
+  for (std::size_t i = 0; i < rows.size(); ++i)
+    for (std::size_t r = rows.size(); r-- > 0;)  // of several, the first
+      if (jobs[r].spec.name == "rpc" && jobs[r].budget == jobs[i].budget && rows[r].tokens_per_second > 0)
+        rows[i].speed_against_rpc_percent = 100 * (rows[i].tokens_per_second / rows[r].tokens_per_second - 1);
+}
+
 void name(Row& row, const Job& job) {
   row.policy = job.spec.text;
   row.budget_max = job.budget > 0 ? std::to_string(job.budget) : "-";
   row.budget_min = job.budget > 0 && job.budget_min ? std::to_string(*job.budget_min) : "-";
 }
 
+[[nodiscard]] Status choose_instruction_set(const std::string& text) {
+  if (text.empty()) return {};
+  const Result<InstructionSet> set = instruction_set_of(text);
+  if (!set) return detail::invalid("--instruction-set: ", set.status().message());
+  if (Status s = use_instruction_set(*set); !s)
+    return detail::error(StatusCode::unsupported, "--instruction-set: ", s.message());
+  return {};
+}
+
+/// The full cache's texts; a second pass measures only.
+[[nodiscard]] Status write_texts(const engine::Model& model, const std::vector<Problem>& problems,
+                                 const std::vector<EvaluationOptions>& how, const RunOptions& options, index_t pass,
+                                 std::vector<FullText>& texts) {
+  return for_each_problem(problems.size(), options.threads, "full cache" + pass_text(options, pass), [&](std::size_t i) {
+    Result<FullText> text = generate_full(model, problems[i], how[i]);
+    if (!text) return text.status();
+    if (pass == 0)
+      texts[i] = std::move(*text);
+    else
+      keep_least(texts[i].steps, text->steps);
+    return Status();
+  });
+}
+
+/// A job on every problem; a second pass measures only.
+[[nodiscard]] Status run_job(Job& job, const engine::Model& model, const std::vector<Problem>& problems,
+                             const std::vector<FullText>& texts, const std::vector<EvaluationOptions>& how,
+                             const RunOptions& options, PolicyRequest request, index_t pass) {
+  request.budget = job.budget;
+  job.outcomes.resize(problems.size());
+  const std::string label = job.spec.text + " at " + std::to_string(job.budget);
+  return for_each_problem(problems.size(), options.threads, label + pass_text(options, pass), [&](std::size_t i) {
+    EvaluationOptions this_time = how[i];
+    this_time.compare = this_time.compare && pass == 0;
+    this_time.answer = pass == 0;
+    Result<Outcome> outcome = evaluate(model, job.entry, request, settings_of(job, options), problems[i], texts[i], this_time);
+    if (!outcome) return detail::invalid("problem ", problems[i].id, ", ", label, ": ", outcome.status().message());
+    if (pass == 0)
+      job.outcomes[i] = std::move(*outcome);
+    else
+      keep_least(job.outcomes[i].steps, outcome->steps);
+    return Status();
+  });
+}
+
 }  // namespace
 
-Status run(const RunOptions& options) {
+Status run(const RunOptions& given) {
+  RunOptions options = given;
   if (options.limit < 0) return detail::invalid("--limit = ", options.limit, ": must not be negative");
   if (options.threads < 0) return detail::invalid("--threads = ", options.threads, ": must not be negative");
+  if (options.repeats < 1) return detail::invalid("--repeats = ", options.repeats, ": must be at least 1");
+  if (options.layers_per_step < 0)
+    return detail::invalid("--layers-per-step = ", options.layers_per_step, ": must not be negative");
   if (options.max_new < 0) return detail::invalid("--max-new = ", options.max_new, ": must not be negative");
   if (options.seed < 0) return detail::invalid("--seed = ", options.seed, ": must not be negative");
+  if (options.threads == 0) options.threads = std::max<index_t>(1, static_cast<index_t>(std::thread::hardware_concurrency()));
+  if (Status s = choose_instruction_set(options.instruction_set); !s) return s;
   const Result<engine::Model> model = engine::Model::load(options.model);
   if (!model) return detail::invalid("--model = ", options.model.string(), ": ", model.status().message());
   Result<std::vector<Problem>> loaded = load_problems(options.prompts, options.model, model->vocab_size());
   if (!loaded) return loaded.status();
   const std::vector<Problem> problems = take_evenly(std::move(*loaded), options.limit);
-  const PolicyRequest request{.model = &*model, .as_published = options.as_published, .seed = options.seed};
-  const Result<std::vector<Job>> jobs = plan_jobs(*model, options, request);
+  const PolicyRequest request{
+      .model = &*model, .as_published = options.as_published, .seed = options.seed, .layers_per_step = options.layers_per_step};
+  Result<std::vector<Job>> jobs = plan_jobs(*model, options, request);
   if (!jobs) return jobs.status();
 
   if (!options.csv.empty())  // better now than after the first row
@@ -175,53 +239,42 @@ Status run(const RunOptions& options) {
     if (Status s = check_gnuplot(); !s) return s;
 
   const std::vector<int>& eos = model->config().eos_ids;
-  const index_t threads =
-      options.threads > 0 ? options.threads : std::max<index_t>(1, static_cast<index_t>(std::thread::hardware_concurrency()));
   std::vector<EvaluationOptions> how(problems.size());
   for (std::size_t i = 0; i < problems.size(); ++i)
-    how[i] = {max_new_of(problems[i], problems, options.max_new), eos, options.compare};
+    how[i] = {.max_new = max_new_of(problems[i], problems, options.max_new), .eos = eos, .compare = options.compare};
 
-  std::printf("%s: %td weights, %td layers; %zu problems; %s\n", options.model.string().c_str(), model->weight_count(),
+  std::printf("%s: %td weights, %td layers; %zu problems; %s; %s\n", options.model.string().c_str(), model->weight_count(),
               model->layers(), problems.size(),
-              options.as_published ? "each policy as published" : "one rule for all: prompt kept, on top of the budget");
+              options.as_published ? "each policy as published" : "one rule for all: prompt kept, on top of the budget",
+              name_of(instruction_set()));
   std::size_t width = 14;
   for (const Job& job : *jobs) width = std::max(width, job.spec.text.size());
   std::printf("%s\n", table_header(width).c_str());
   std::fflush(stdout);
 
   std::vector<FullText> texts(problems.size());
-  Status status = for_each_problem(problems.size(), threads, "full cache", [&](std::size_t i) {
-    Result<FullText> text = generate_full(*model, problems[i], how[i]);
-    if (text) texts[i] = std::move(*text);
-    return text.status();
-  });
-  if (!status) return status;
-
+  for (index_t pass = 0; pass + 1 < options.repeats; ++pass) {  // the policies take turns, so that all see the same weather
+    if (Status s = write_texts(*model, problems, how, options, pass, texts); !s) return s;
+    for (Job& job : *jobs)
+      if (job.budget > 0)
+        if (Status s = run_job(job, *model, problems, texts, how, options, request, pass); !s) return s;
+  }
+  const index_t last = options.repeats - 1;
+  if (Status s = write_texts(*model, problems, how, options, last, texts); !s) return s;
   std::vector<Row> rows;
-  for (const Job& job : *jobs) {
-    Row row;
+  for (Job& job : *jobs) {
     if (job.budget == 0) {
       const auto bytes =
           static_cast<std::size_t>(2 * model->layers() * model->shape().kv_heads * model->shape().head_dim) * sizeof(float);
-      row = row_of_full(problems, texts, eos, bytes);
+      rows.push_back(row_of_full(problems, texts, eos, bytes));
     } else {
-      std::vector<Outcome> outcomes(problems.size());
-      PolicyRequest job_request = request;
-      job_request.budget = job.budget;
-      const std::string label = job.spec.text + " at " + std::to_string(job.budget);
-      status = for_each_problem(problems.size(), threads, label, [&](std::size_t i) {
-        Result<Outcome> outcome =
-            evaluate(*model, job.entry, job_request, settings_of(job, options), problems[i], texts[i], how[i]);
-        if (outcome) outcomes[i] = std::move(*outcome);
-        return outcome ? Status() : detail::invalid("problem ", problems[i].id, ", ", label, ": ", outcome.status().message());
-      });
-      if (!status) return status;
-      row = summarise(problems, outcomes, options.compare);
+      if (Status s = run_job(job, *model, problems, texts, how, options, request, last); !s) return s;
+      rows.push_back(summarise(problems, job.outcomes, options.compare));
     }
-    name(row, job);
-    std::printf("%s\n", table_line(row, width).c_str());
+    name(rows.back(), job);
+    compare_with_rpc(rows, *jobs);
+    std::printf("%s\n", table_line(rows.back(), width).c_str());
     std::fflush(stdout);
-    rows.push_back(std::move(row));
     if (!options.csv.empty())
       if (Status s = write_csv(options.csv, rows); !s) return s;
   }

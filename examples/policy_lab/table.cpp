@@ -17,6 +17,8 @@ namespace {
   return text;
 }
 
+[[nodiscard]] std::string signed_fixed(double value, int digits) { return (value < 0 ? "" : "+") + fixed(value, digits); }
+
 /// The value below which a share of the ascending `values` lies (nearest rank).
 [[nodiscard]] double percentile(const std::vector<double>& values, double share) {
   if (values.empty()) return 0;
@@ -48,11 +50,12 @@ Row summarise(const std::vector<Problem>& problems, const std::vector<Outcome>& 
   Row row;
   row.problems = static_cast<index_t>(outcomes.size());
   row.compared = compared;
+  std::vector<double> steps;
   std::vector<double> evictions;
   index_t exact = 0;
   index_t same = 0;
-  index_t steps = 0;
-  double seconds = 0;
+  double model_us = 0;
+  double policy_us = 0;
   for (std::size_t i = 0; i < outcomes.size(); ++i) {
     const Outcome& o = outcomes[i];
     auto& [right, of] = row.exact_by_level[problems[i].level];
@@ -60,20 +63,34 @@ Row summarise(const std::vector<Problem>& problems, const std::vector<Outcome>& 
     ++of;
     exact += o.exact ? 1 : 0;
     same += o.same_text ? 1 : 0;
-    steps += std::max<index_t>(0, o.tokens - 1);
-    seconds += o.seconds;
     row.mean_kl += o.kl;
     row.attention_mass_kept += o.mass_kept;
     row.peak_kv_bytes = std::max(row.peak_kv_bytes, o.peak_kv_bytes);
     row.state_bytes = std::max(row.state_bytes, o.state_bytes);
-    evictions.insert(evictions.end(), o.eviction_us.begin(), o.eviction_us.end());
+    if (o.prompt_eviction_us) evictions.push_back(*o.prompt_eviction_us);
+    std::vector<double> own_steps;
+    for (const StepTime& step : o.steps) {
+      model_us += step.model_us;
+      policy_us += step.policy_us;
+      own_steps.push_back(step.model_us + step.policy_us);
+      if (step.evicted) evictions.push_back(step.policy_us);
+    }
+    std::sort(own_steps.begin(), own_steps.end());
+    if (const double median = percentile(own_steps, 0.5); median > 0)
+      row.worst_step = std::max(row.worst_step, own_steps.back() / median);
+    steps.insert(steps.end(), own_steps.begin(), own_steps.end());
   }
   const auto n = static_cast<double>(std::max<index_t>(1, row.problems));
   row.exact_percent = 100 * static_cast<double>(exact) / n;
   row.same_text_percent = 100 * static_cast<double>(same) / n;
   row.mean_kl /= n;
   row.attention_mass_kept /= n;
-  row.tokens_per_second = seconds > 0 ? static_cast<double>(steps) / seconds : 0;
+  if (const double us = model_us + policy_us; us > 0) {
+    row.tokens_per_second = 1e6 * static_cast<double>(steps.size()) / us;
+    row.policy_percent = 100 * policy_us / us;
+  }
+  std::sort(steps.begin(), steps.end());
+  row.step_p50_us = percentile(steps, 0.5);
   std::sort(evictions.begin(), evictions.end());
   row.evictions = static_cast<index_t>(evictions.size());
   row.evict_p50_us = percentile(evictions, 0.5);
@@ -95,6 +112,10 @@ const std::vector<std::string>& column_names() {
                                               "peak_kv_bytes",
                                               "state_bytes",
                                               "tokens_per_second",
+                                              "speed_against_rpc_percent",
+                                              "policy_percent",
+                                              "step_p50_us",
+                                              "worst_step",
                                               "evictions",
                                               "evict_p50_us",
                                               "evict_p99_us",
@@ -116,6 +137,10 @@ std::vector<std::string> cells(const Row& row) {
           std::to_string(row.peak_kv_bytes),
           std::to_string(row.state_bytes),
           fixed(row.tokens_per_second, 0),
+          row.speed_against_rpc_percent ? signed_fixed(*row.speed_against_rpc_percent, 1) : "-",
+          fixed(row.policy_percent, 1),
+          fixed(row.step_p50_us, 0),
+          fixed(row.worst_step, 2),
           std::to_string(row.evictions),
           evicted ? fixed(row.evict_p50_us, 0) : "-",
           evicted ? fixed(row.evict_p99_us, 0) : "-",
@@ -125,9 +150,10 @@ std::vector<std::string> cells(const Row& row) {
 namespace {
 
 /// Column heads of the terminal table: two short words above each other would be more than a terminal is wide.
-const std::vector<std::string> short_names{"policy", "max",      "min",   "n",     "exact%", "by level", "same%", "KL",
-                                           "mass",   "KV bytes", "state", "tok/s", "evict",  "p50us",    "p99us", "maxus"};
-const std::vector<std::size_t> widths{0, 6, 6, 4, 6, 12, 6, 7, 6, 9, 8, 6, 6, 6, 6, 6};
+const std::vector<std::string> short_names{"policy",  "max",   "min",      "n",     "exact%", "by level", "same%",
+                                           "KL",      "mass",  "KV bytes", "state", "tok/s",  "vs rpc",   "policy%",
+                                           "step us", "worst", "evict",    "p50us", "p99us",  "maxus"};
+const std::vector<std::size_t> widths{0, 6, 6, 4, 6, 12, 6, 7, 6, 9, 8, 6, 6, 7, 7, 6, 6, 6, 6, 6};
 
 [[nodiscard]] std::string line_of(const std::vector<std::string>& values, std::size_t policy_width) {
   std::string line = padded(values[0], policy_width, true);
@@ -159,6 +185,33 @@ Status check_gnuplot() {
                        "--plot needs gnuplot, which is not installed; the table and --csv do without it");
 }
 
+namespace {
+
+/// The command and the data of one picture: a column over the budget, a curve for each policy. Without a budget: a level line.
+[[nodiscard]] std::string curves(const std::vector<Row>& rows, const std::vector<std::string>& policies, double left,
+                                 double right, double Row::*column) {
+  std::string command;
+  std::string data;
+  for (const std::string& policy : policies) {
+    command.append(command.empty() ? "plot " : ", ")
+        .append("'-' title '")
+        .append(policy)
+        .append("' noenhanced linewidth 2 pointsize 1.2");
+    for (const Row& row : rows) {
+      if (row.policy != policy) continue;
+      const std::string value = " " + fixed(row.*column, 3) + "\n";
+      if (row.budget_max != "-")
+        data.append(row.budget_max).append(value);
+      else
+        data.append(fixed(left, 3)).append(value).append(fixed(right, 3)).append(value);
+    }
+    data.append("e\n");
+  }
+  return command + "\n" + data;
+}
+
+}  // namespace
+
 Status write_plot(const std::filesystem::path& file, const std::vector<Row>& rows) {
   if (Status s = check_gnuplot(); !s) return s;
   std::vector<std::string> policies;
@@ -171,30 +224,16 @@ Status write_plot(const std::filesystem::path& file, const std::vector<Row>& row
 
   FILE* const gnuplot = popen("gnuplot 2>&1", "w");
   if (gnuplot == nullptr) return detail::invalid("--plot = ", file.string(), ": gnuplot does not start");
-  std::string script = "set terminal pngcairo size 900,600\nset output '" + file.string() +
-                       "'\nset xlabel 'budget (generated tokens kept per KV head, at most)'\nset ylabel 'exact answers, "
-                       "%'\nset yrange [-2:102]\n"
-                       "set key outside right\nset grid\nset style data linespoints\nset xrange [" +
-                       fixed(*budgets.begin() * 0.9, 3) + ":" + fixed(*budgets.rbegin() * 1.1, 3) + "]\n";
-  std::string curves;
-  std::string data;
-  for (const std::string& policy : policies) {
-    curves.append(curves.empty() ? "plot " : ", ")
-        .append("'-' title '")
-        .append(policy)
-        .append("' noenhanced linewidth 2 pointsize 1.2");
-    for (const Row& row : rows) {
-      if (row.policy != policy) continue;
-      if (row.budget_max != "-") {
-        data.append(row.budget_max).append(" ").append(fixed(row.exact_percent, 3)).append("\n");
-      } else {  // no budget: a level line
-        for (const double budget : {*budgets.begin() * 0.9, *budgets.rbegin() * 1.1})
-          data.append(fixed(budget, 3)).append(" ").append(fixed(row.exact_percent, 3)).append("\n");
-      }
-    }
-    data.append("e\n");
-  }
-  script.append(curves).append("\n").append(data);
+  const double left = *budgets.begin() * 0.9;
+  const double right = *budgets.rbegin() * 1.1;
+  const std::string script = "set terminal pngcairo size 900,1000\nset output '" + file.string() +
+                             "'\nset xlabel 'budget (generated tokens kept per KV head, at most)'\n"
+                             "set key outside right\nset grid\nset style data linespoints\nset xrange [" +
+                             fixed(left, 3) + ":" + fixed(right, 3) + "]\nset multiplot layout 2,1\n" +
+                             "set ylabel 'exact answers, %'\nset yrange [-2:102]\n" +
+                             curves(rows, policies, left, right, &Row::exact_percent) +
+                             "set ylabel 'policy, % of the time of decoding'\nset yrange [0:*]\n" +
+                             curves(rows, policies, left, right, &Row::policy_percent) + "unset multiplot\n";
   std::fputs(script.c_str(), gnuplot);
   if (pclose(gnuplot) != 0) return detail::invalid("--plot = ", file.string(), ": gnuplot failed, see its message above");
   return {};

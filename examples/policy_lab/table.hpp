@@ -6,6 +6,7 @@
 
 #include <filesystem>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -28,6 +29,10 @@ struct Row {
   std::size_t peak_kv_bytes = 0;
   std::size_t state_bytes = 0;
   double tokens_per_second = 0;
+  std::optional<double> speed_against_rpc_percent{};  ///< at the same budget: 0 where equal, negative where slower
+  double policy_percent = 0;                          ///< the policy's share of the time of decoding
+  double step_p50_us = 0;
+  double worst_step = 0;  ///< the longest step over the median one of the same problem, where this is largest
   index_t evictions = 0;
   double evict_p50_us = 0;
   double evict_p99_us = 0;
@@ -51,7 +56,8 @@ struct Row {
 /// An error where `write_plot` could not work.
 [[nodiscard]] Status check_gnuplot();
 
-/// Exact answers over the budget, one curve a policy, as PNG by gnuplot. Errors where gnuplot is missing or fails.
+/// Exact answers over the budget and the policies' share of decoding, one curve a policy, as PNG by gnuplot. Errors where
+/// gnuplot is missing or fails.
 [[nodiscard]] Status write_plot(const std::filesystem::path& file, const std::vector<Row>& rows);
 
 }  // namespace beaconkv::lab

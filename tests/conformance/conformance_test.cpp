@@ -18,6 +18,7 @@
 #include <string>
 #include <vector>
 
+#include "beaconkv/kernel/instruction_set.hpp"
 #include "npy.hpp"
 #include "runner.hpp"
 #include "support/catch.hpp"
@@ -312,6 +313,36 @@ TEST_CASE("what the library has not is a failure, not an error") {
     CHECK(ran.code == 1);
     CHECK(ran.err.find("the library refuses: pool.kernel = 4") != std::string::npos);
   }
+}
+
+TEST_CASE("an instruction set can be forced") {
+  using namespace beaconkv;
+  const InstructionSet before = instruction_set();
+  Copies copies;
+  copies.add("snapkv", "01_gqa2_d32");
+  const std::string root = copies.root().string();
+  const std::string usual = run({root}).out;
+  for (const InstructionSet set : {InstructionSet::baseline, InstructionSet::avx2, InstructionSet::avx512}) {
+    CAPTURE(name_of(set));
+    use_instruction_set(before).or_throw();
+    const Ran ran = run({"--instruction-set", name_of(set), root});
+    if (is_supported(set)) {
+      CHECK(ran.code == 0);
+      CHECK(ran.out.starts_with(usual.substr(0, usual.find("max_score_diff"))));
+      CHECK(std::count(ran.out.begin(), ran.out.end(), '\n') == 1);
+      CHECK(instruction_set() == set);
+    } else {
+      CHECK(ran.code == 2);
+      CHECK(ran.err.find(name_of(set)) != std::string::npos);
+      CHECK(instruction_set() == before);
+    }
+  }
+  use_instruction_set(before).or_throw();
+  const Ran unknown = run({"--instruction-set", "sse9", root});
+  CHECK(unknown.code == 2);
+  CHECK(unknown.err.find("instruction set = 'sse9': must be baseline, avx2 or avx512") != std::string::npos);
+  CHECK(run({root, "--instruction-set"}).code == 2);
+  CHECK(instruction_set() == before);
 }
 
 TEST_CASE("wrong usage is refused") {

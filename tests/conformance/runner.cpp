@@ -8,6 +8,7 @@
 #include <ostream>
 #include <vector>
 
+#include "beaconkv/kernel/instruction_set.hpp"
 #include "beaconkv/status.hpp"
 #include "methods.hpp"
 
@@ -17,9 +18,10 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr const char* usage =
-    "usage: conformance [--verbose] DIR...\n"
+    "usage: conformance [--verbose] [--instruction-set baseline|avx2|avx512] DIR...\n"
     "Compares the library with the right answers in DIR/METHOD/CASE/{params.json,*.npy}.\n"
     "One line a method: METHOD cases N failed N max_score_diff X, where X is relative to the largest reference of an array.\n"
+    "The instruction set is that of the library's kernels, by default the best that this machine has.\n"
     "Exit code: 0, 1 where a case failed, 2 where something cannot be read.\n";
 
 const std::map<std::string, Method>& methods() {
@@ -152,18 +154,29 @@ struct Outcome {
   return code;
 }
 
+[[nodiscard]] Status choose_instruction_set(const std::string& name) {
+  const Result<InstructionSet> set = instruction_set_of(name);
+  return set ? use_instruction_set(*set) : set.status();
+}
+
 }  // namespace
 
 int run(std::span<const std::string> arguments, std::ostream& out, std::ostream& err) {
   std::vector<fs::path> roots;
   bool verbose = false;
-  for (const std::string& argument : arguments) {
+  for (std::size_t i = 0; i < arguments.size(); ++i) {
+    const std::string& argument = arguments[i];
     if (argument == "--help") {
       out << usage;
       return 0;
     }
     if (argument == "--verbose") {
       verbose = true;
+    } else if (argument == "--instruction-set") {
+      if (Status s = choose_instruction_set(++i < arguments.size() ? arguments[i] : ""); !s) {
+        err << "conformance: " << s.message() << "\n";
+        return 2;
+      }
     } else if (argument.starts_with("-")) {
       err << "conformance: unknown option '" << argument << "'\n" << usage;
       return 2;

@@ -11,6 +11,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <string_view>
 
 #include "beaconkv/status.hpp"
 
@@ -29,6 +30,13 @@ enum class InstructionSet : std::uint8_t {
 [[nodiscard]] constexpr const char* name_of(InstructionSet set) noexcept {
   if (set == InstructionSet::avx2) return "avx2";
   return set == InstructionSet::avx512 ? "avx512" : "baseline";
+}
+
+/// The set of that name.
+[[nodiscard]] inline Result<InstructionSet> instruction_set_of(std::string_view name) {
+  for (const InstructionSet set : {InstructionSet::baseline, InstructionSet::avx2, InstructionSet::avx512})
+    if (name == name_of(set)) return set;
+  return detail::invalid("instruction set = '", name, "': must be baseline, avx2 or avx512");
 }
 
 /// Whether this machine has it.
