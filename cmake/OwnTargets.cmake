@@ -15,6 +15,10 @@ target_compile_options(beaconkv_own_flags INTERFACE ${BEACONKV_WARNINGS})
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
   # Wrong inside libstdc++, where sums of strings (GCC bug 105651) and sorts of constants are inlined.
   target_compile_options(beaconkv_own_flags INTERFACE -Wno-restrict -Wno-stringop-overread)
+  if(CMAKE_CXX_FLAGS MATCHES "-march=")
+    # Wrong inside the intrinsics of AVX-512 (GCC bug 105593), which Eigen uses where the whole program may.
+    target_compile_options(beaconkv_own_flags INTERFACE -Wno-maybe-uninitialized)
+  endif()
 endif()
 if(BEACONKV_HARDEN)
   target_compile_options(beaconkv_own_flags INTERFACE -UNDEBUG)

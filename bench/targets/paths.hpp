@@ -8,6 +8,7 @@
 
 namespace beaconkv::bench {
 
+void measure_limits(Report& report);
 void measure_scoring(Report& report);
 void measure_top_k(Report& report);
 void measure_fps(Report& report);

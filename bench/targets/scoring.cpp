@@ -54,7 +54,7 @@ class Scoring {
     index_t best = 0;
     double least = 1e300;
     for (const index_t tile : {32, 64, 96, 128, 192, 256, 512, 1024}) {
-      const double seconds = fastest({0, 5}, [&] { multiply_tiles(tile); })[0];
+      const double seconds = fastest({0, 3}, [&] { multiply_tiles(tile); })[0];
       if (seconds < least) best = tile;
       least = std::min(least, seconds);
     }

@@ -119,7 +119,7 @@ void ties(Report& report) {
   std::string note;
   for (const auto& pattern : patterns) {
     const auto [plain, tied] = fastest(
-        {report.pace().seconds / 4, 3}, [&] { ours.run(random); }, [&] { ours.run(pattern.scores); });
+        {report.pace().seconds / 4, report.pace().rounds}, [&] { ours.run(random); }, [&] { ours.run(pattern.scores); });
     if (tied / plain > worst)
       note = std::string(pattern.name) + ", " + against(tied / inputs, plain / inputs) + " (distinct scores)";
     worst = std::max(worst, tied / plain);
