@@ -66,8 +66,10 @@ class FpsRun {
     detail::run<SumRows<pairing>>(&points, &first);
     std::fill(nearness_.begin() + n, nearness_.end(), chosen_nearness);
     std::fill(seen_.begin(), seen_.begin() + n, 0);
-    if (pairing == Pairing::square_of_difference && first.longest > 0)  // squares then stay in the range of float
-      points.unit = std::ldexp(1.0F, std::clamp(-std::ilogb(first.longest) / 2, -126, 126));
+    if (pairing == Pairing::square_of_difference && scale_of(first.longest) == unusual_row) {
+      points.unit = std::ldexp(1.0, -std::ilogb(first.longest) / 2);  // squares then stay in the range of float
+      std::replace(scale_.begin(), scale_.begin() + n, 1.0F, unusual_row);
+    }
 
     index_t picked = 0;
     if (num_start == 0) {

@@ -45,7 +45,7 @@ struct CompleteCosines {
         const float* b[std::size_t{breadth}];
         float dots[std::size_t{height * breadth}];
         for (index_t c = 0; c < breadth; ++c) b[c] = m.rows + std::min(j + c, m.n - 1) * m.stride;
-        tile<Pairing::product, Isa, height, breadth>(dots, a, b, m.dim, 1.0F);
+        tile<Pairing::product, Isa, height, breadth>(dots, a, b, m.dim);
         for (index_t r = 0; i + r < last; ++r)
           for (index_t c = 0; c < breadth && j + c <= i + r; ++c) {
             const float cosine = dots[r * breadth + c] * (m.scale[i + r] * m.scale[j + c]);
@@ -72,7 +72,7 @@ struct CompleteCosines {
           if (m.scale[i] == not_finite_row || m.scale[j] == not_finite_row)
             cosine = 0;
           else if (i != j)
-            cosine = cosine_of_unusual<Isa>(m.rows + i * m.stride, m.rows + j * m.stride, m.dim);
+            cosine = nearness_of_unusual<Pairing::product, Isa>(m.rows + i * m.stride, m.rows + j * m.stride, m.dim, 1);
           m.cosines[i * m.width + j] = cosine;
           m.cosines[j * m.width + i] = cosine;
         }

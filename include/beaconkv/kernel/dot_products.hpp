@@ -68,37 +68,36 @@ enum class Pairing : std::uint8_t { product, square_of_difference };
 /// One step of `tile`: sixteen elements of each pair.
 template <Pairing pairing, class Isa, index_t n, index_t m>
 BEACONKV_KERNEL void add_pairs(Lanes<Isa> (&sum)[std::size_t{n * m}], const Lanes<Isa> (&a)[std::size_t{n}],
-                               const Lanes<Isa> (&b)[std::size_t{m}], const typename Isa::Floats& unit) noexcept {
+                               const Lanes<Isa> (&b)[std::size_t{m}]) noexcept {
   BEACONKV_UNROLL for (index_t i = 0; i < n; ++i) BEACONKV_UNROLL for (index_t j = 0; j < m; ++j)
       BEACONKV_UNROLL for (index_t p = 0; p < Lanes<Isa>::count; ++p) {
     typename Isa::Floats& s = sum[i * m + j].part[p];
     if constexpr (pairing == Pairing::product) {
       s = s + a[i].part[p] * b[j].part[p];
     } else {
-      const typename Isa::Floats gap = a[i].part[p] * unit - b[j].part[p] * unit;
+      const typename Isa::Floats gap = a[i].part[p] - b[j].part[p];
       s = s + gap * gap;
     }
   }
 }
 
-/// `out[i * m + j] = ` the sum over `d` of `a[i][d] * b[j][d]`, or of the squares of `(a[i][d] - b[j][d]) * unit`.
+/// `out[i * m + j] = ` the sum over `d` of `a[i][d] * b[j][d]`, or of the squares of `a[i][d] - b[j][d]`.
 template <Pairing pairing, class Isa, index_t n, index_t m>
 BEACONKV_KERNEL void tile(float* out, const float* const (&a)[std::size_t{n}], const float* const (&b)[std::size_t{m}],
-                          index_t dim, float unit) noexcept {
+                          index_t dim) noexcept {
   Lanes<Isa> sum[std::size_t{n * m}] = {};
   Lanes<Isa> x[std::size_t{n}];
   Lanes<Isa> y[std::size_t{m}];
-  const typename Isa::Floats units = unit - typename Isa::Floats{};
   index_t d = 0;
   for (; d + lanes <= dim; d += lanes) {
     BEACONKV_UNROLL for (index_t i = 0; i < n; ++i) Lanes<Isa>::read(x[i], a[i] + d);
     BEACONKV_UNROLL for (index_t j = 0; j < m; ++j) Lanes<Isa>::read(y[j], b[j] + d);
-    add_pairs<pairing, Isa, n, m>(sum, x, y, units);
+    add_pairs<pairing, Isa, n, m>(sum, x, y);
   }
   if (d < dim) {
     BEACONKV_UNROLL for (index_t i = 0; i < n; ++i) read_end(x[i], a[i] + d, dim - d);
     BEACONKV_UNROLL for (index_t j = 0; j < m; ++j) read_end(y[j], b[j] + d, dim - d);
-    add_pairs<pairing, Isa, n, m>(sum, x, y, units);
+    add_pairs<pairing, Isa, n, m>(sum, x, y);
   }
   sums_of<n * m, Isa>(out, sum);
 }
@@ -193,7 +192,7 @@ BEACONKV_KERNEL void squares_of(double* out, const float* const (&rows)[std::siz
 // A row stands for its direction; what turns dot products into cosines is one number a row, its scale: 1 / length, 0 for a row
 // of zeros, or one of these.
 inline constexpr float not_finite_row = -1.0F;
-/// So long or short that products of its elements leave the range of float; see `cosine_of_unusual`.
+/// So long or short that products of its elements leave the range of float; see `nearness_of_unusual`.
 inline constexpr float unusual_row = -2.0F;
 
 /// The scale of a row from the sum of its squares.
@@ -205,46 +204,32 @@ BEACONKV_KERNEL float scale_of(double squares) noexcept {
   return static_cast<float>(1 / std::sqrt(squares));
 }
 
-/// The power of two that brings a row near to length 1, and the scale of the row thus shortened.
-struct RowUnit {
-  float power = 1;
-  float scale = 0;
-};
-template <class Isa>
-BEACONKV_KERNEL void unit_of(RowUnit& out, const float* row, index_t dim) noexcept {
-  double squares = 0;
-  const float* const rows[1] = {row};
-  squares_of<Isa, 1>(&squares, rows, dim);
-  out = {};
-  if (squares == 0) return;
-  const double length = std::sqrt(squares);
-  const auto exponent = static_cast<std::int32_t>(std::bit_cast<std::uint64_t>(length) >> 52) - 1023;
-  out.power = std::bit_cast<float>((std::clamp(-exponent, -126, 126) + 127) << 23);
-  out.scale = static_cast<float>(1 / (length * static_cast<double>(out.power)));
-}
-
-/// The cosine of two finite rows of any lengths; the same bits as from scales, where that is possible.
-template <class Isa>
-BEACONKV_KERNEL float cosine_of_unusual(const float* a, const float* b, index_t dim) noexcept {
-  RowUnit unit_a;
-  RowUnit unit_b;
-  unit_of<Isa>(unit_a, a, dim);
-  unit_of<Isa>(unit_b, b, dim);
-  Lanes<Isa> sum[1] = {};
-  for (index_t d = 0; d < dim; d += lanes) {
-    Lanes<Isa> x[1];
-    Lanes<Isa> y[1];
-    read_end(x[0], a + d, std::min(lanes, dim - d));
-    read_end(y[0], b + d, std::min(lanes, dim - d));
-    BEACONKV_UNROLL for (index_t p = 0; p < Lanes<Isa>::count; ++p) {
-      x[0].part[p] = x[0].part[p] * unit_a.power;
-      y[0].part[p] = y[0].part[p] * unit_b.power;
+/// The nearness of two finite rows of any lengths: their cosine, or minus the square of their distance in `unit`s. In double,
+/// where nothing leaves the range, however a compiler rearranges it.
+template <Pairing pairing, class Isa>
+BEACONKV_KERNEL float nearness_of_unusual(const float* a, const float* b, index_t dim, double unit) noexcept {
+  DoubleLanes<Isa> sum = {};
+  for (index_t d = 0; d < dim; d += double_lanes) {
+    DoubleLanes<Isa> x;
+    DoubleLanes<Isa> y;
+    read_up_to(x, a + d, dim - d);
+    read_up_to(y, b + d, dim - d);
+    BEACONKV_UNROLL for (index_t p = 0; p < x.count; ++p) {
+      if constexpr (pairing == Pairing::product) {
+        sum.part[p] = sum.part[p] + x.part[p] * y.part[p];
+      } else {
+        const typename DoubleLanes<Isa>::Doubles gap = x.part[p] - y.part[p];
+        sum.part[p] = sum.part[p] + gap * gap;
+      }
     }
-    add_pairs<Pairing::product, Isa, 1, 1>(sum, x, y, x[0].part[0]);
   }
-  float dot = 0;
-  sums_of<1, Isa>(&dot, sum);
-  return dot * (unit_a.scale * unit_b.scale);
+  const double value = DoubleLanes<Isa>::sum(sum);
+  if constexpr (pairing == Pairing::square_of_difference) return static_cast<float>(-value * unit * unit);
+  double squares[2];
+  const float* const rows[2] = {a, b};
+  squares_of<Isa, 2>(squares, rows, dim);
+  const double lengths = std::sqrt(squares[0] * squares[1]);
+  return lengths > 0 ? static_cast<float>(value / lengths) : 0.0F;
 }
 
 /// `out[i] = rows[i] . row`, for `n` rows that lie `stride` apart.
@@ -257,7 +242,7 @@ struct DotProducts {
       const float* a[std::size_t{height}];
       float dots[std::size_t{height}];
       for (index_t r = 0; r < height; ++r) a[r] = rows + std::min(i + r, n - 1) * stride;
-      tile<Pairing::product, Isa, height, 1>(dots, a, b, dim, 1.0F);
+      tile<Pairing::product, Isa, height, 1>(dots, a, b, dim);
       for (index_t r = 0; r < height && i + r < n; ++r) out[i + r] = dots[r];
     }
   }

@@ -14,8 +14,8 @@ struct FarthestPoints {
   index_t stride = 0;
   index_t dim = 0;
   index_t n = 0;
-  float unit = 1;                 ///< distances are taken in it: a power of two
-  float* scale = nullptr;         ///< for distances only whether the row is finite: 1 or `not_finite_row`
+  double unit = 1;                ///< distances of unusual rows are taken in it
+  float* scale = nullptr;         ///< for distances: 1, `not_finite_row` or `unusual_row`
   float* nearness = nullptr;      ///< to the nearest of the first `seen` picks: never above the nearness to all
   std::int32_t* seen = nullptr;   ///< picks that `nearness` takes into account
   const slot_t* start = nullptr;  ///< the picks: first these
@@ -88,7 +88,7 @@ struct MeanNearness {
     double* const mean = first->sum;
     const double n = static_cast<double>(std::max<index_t>(first->finite, 1));
     for (index_t d = 0; d < f.dim; ++d) mean[d] /= n;
-    const double unit = static_cast<double>(f.unit);
+    const double unit = f.unit;
     for (index_t i = 0; i < f.n; i += 4) {
       const float* row[4];
       DoubleLanes<Isa> sum[4] = {};
@@ -133,15 +133,7 @@ template <Pairing pairing, class Isa>
 BEACONKV_KERNEL void come_nearer_slowly(float& near, const FarthestPoints& f, index_t i, index_t k) noexcept {
   const index_t pick = f.pick(k);
   if (f.scale[pick] == not_finite_row || f.scale[i] == not_finite_row) return;
-  float value = 0;
-  if constexpr (pairing == Pairing::product) {
-    value = cosine_of_unusual<Isa>(f.row(i), f.row(pick), f.dim);
-  } else {
-    const float* const a[1] = {f.row(i)};
-    const float* const b[1] = {f.row(pick)};
-    tile<pairing, Isa, 1, 1>(&value, a, b, f.dim, f.unit);
-    value = -value;
-  }
+  const float value = nearness_of_unusual<pairing, Isa>(f.row(i), f.row(pick), f.dim, f.unit);
   near = value > near ? value : near;
 }
 
@@ -159,7 +151,7 @@ struct ComeNearer {
       const float* a[std::size_t{height}];
       float pairs[std::size_t{height}];
       for (index_t r = 0; r < height; ++r) a[r] = f.row(std::min(i + r, f.n - 1));
-      tile<pairing, Isa, height, 1>(pairs, a, b, f.dim, f.unit);
+      tile<pairing, Isa, height, 1>(pairs, a, b, f.dim);
       for (index_t r = 0; r < height && i + r < f.n; ++r) {
         float near = f.nearness[i + r];
         if (scale < 0 || f.scale[i + r] < 0) {
@@ -249,9 +241,9 @@ struct Farthest {
       const index_t m = std::min(breadth, f.picks - k);
       if (m == 1) {
         const float* const only[1] = {b[0]};
-        tile<pairing, Isa, 1, 1>(pairs, a, only, f.dim, f.unit);
+        tile<pairing, Isa, 1, 1>(pairs, a, only, f.dim);
       } else {
-        tile<pairing, Isa, 1, breadth>(pairs, a, b, f.dim, f.unit);
+        tile<pairing, Isa, 1, breadth>(pairs, a, b, f.dim);
       }
       for (index_t c = 0; c < m; ++c) {
         const float value = pairing == Pairing::product ? pairs[c] * (f.scale[i] * scale[c]) : -pairs[c];
