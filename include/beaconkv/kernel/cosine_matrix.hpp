@@ -91,10 +91,10 @@ struct PickByCosines {
       DoubleLanes<Isa> sum = {};
       for (index_t j = 0; j < m.n; ++j) {
         DoubleLanes<Isa> x;
-        read(x, m.cosines + j * m.width + c);
+        DoubleLanes<Isa>::read(x, m.cosines + j * m.width + c);
         BEACONKV_UNROLL for (index_t p = 0; p < x.count; ++p) sum.part[p] = sum.part[p] + x.part[p];
       }
-      write(nearness + c, sum);
+      DoubleLanes<Isa>::write(nearness + c, sum);
     }
     for (index_t i = 0; i < m.n; ++i)
       if (m.scale[i] == not_finite_row) nearness[i] = not_finite_nearness;

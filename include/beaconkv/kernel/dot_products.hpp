@@ -16,11 +16,6 @@
 
 namespace beaconkv::inline v0::detail {
 
-typedef float Float2 __attribute__((vector_size(8)));
-typedef double Double2 __attribute__((vector_size(16)));
-typedef double Double4 __attribute__((vector_size(32)));
-typedef double Double8 __attribute__((vector_size(64)));
-
 /// `sum = ` the lanes `l`, `l + 4`, `l + 8`, `l + 12` of `x`.
 BEACONKV_KERNEL void sum_to_four(Float4& sum, const Lanes<Baseline>& x) noexcept {
   sum = (x.part[0] + x.part[2]) + (x.part[1] + x.part[3]);
@@ -102,79 +97,15 @@ BEACONKV_KERNEL void tile(float* out, const float* const (&a)[std::size_t{n}], c
   sums_of<n * m, Isa>(out, sum);
 }
 
-/// Eight doubles, for sums over many rows and for lengths, which leave the range of float.
-template <class Isa>
-struct DoubleLanes;
-template <>
-struct DoubleLanes<Baseline> {
-  using Floats = Float2;
-  using Doubles = Double2;
-  static constexpr index_t count = 4;
-  Doubles part[4];
-  BEACONKV_KERNEL double sum(const DoubleLanes& x) noexcept {
-    const Double2 s = (x.part[0] + x.part[2]) + (x.part[1] + x.part[3]);
-    return s[0] + s[1];
-  }
-};
-template <>
-struct DoubleLanes<Avx2> {
-  using Floats = Float4;
-  using Doubles = Double4;
-  static constexpr index_t count = 2;
-  Doubles part[2];
-  BEACONKV_KERNEL double sum(const DoubleLanes& x) noexcept {
-    const Double4 v = x.part[0] + x.part[1];
-    const Double2 s = __builtin_shufflevector(v, v, 0, 1) + __builtin_shufflevector(v, v, 2, 3);
-    return s[0] + s[1];
-  }
-};
-template <>
-struct DoubleLanes<Avx512> {
-  using Floats = Float8;
-  using Doubles = Double8;
-  static constexpr index_t count = 1;
-  Doubles part[1];
-  BEACONKV_KERNEL double sum(const DoubleLanes& x) noexcept {
-    const Double8 w = x.part[0];
-    const Double4 v = __builtin_shufflevector(w, w, 0, 1, 2, 3) + __builtin_shufflevector(w, w, 4, 5, 6, 7);
-    const Double2 s = __builtin_shufflevector(v, v, 0, 1) + __builtin_shufflevector(v, v, 2, 3);
-    return s[0] + s[1];
-  }
-};
-
 inline constexpr index_t double_lanes = 8;
 
-template <class Isa>
-BEACONKV_KERNEL void read(DoubleLanes<Isa>& x, const float* from) noexcept {
-  BEACONKV_UNROLL for (index_t p = 0; p < x.count; ++p) {
-    typename DoubleLanes<Isa>::Floats f;
-    load(f, from + p * (double_lanes / x.count));
-    x.part[p] = __builtin_convertvector(f, typename DoubleLanes<Isa>::Doubles);
-  }
-}
-template <class Isa>
-BEACONKV_KERNEL void read(DoubleLanes<Isa>& x, const double* from) noexcept {
-  BEACONKV_UNROLL for (index_t p = 0; p < x.count; ++p) load(x.part[p], from + p * (double_lanes / x.count));
-}
-template <class Isa>
-BEACONKV_KERNEL void write(double* to, const DoubleLanes<Isa>& x) noexcept {
-  BEACONKV_UNROLL for (index_t p = 0; p < x.count; ++p) store(to + p * (double_lanes / x.count), x.part[p]);
-}
-/// The doubles, rounded.
-template <class Isa>
-BEACONKV_KERNEL void write(float* to, const DoubleLanes<Isa>& x) noexcept {
-  BEACONKV_UNROLL for (index_t p = 0; p < x.count; ++p) {
-    const typename DoubleLanes<Isa>::Floats f = __builtin_convertvector(x.part[p], typename DoubleLanes<Isa>::Floats);
-    store(to + p * (double_lanes / x.count), f);
-  }
-}
 /// Eight floats of a row, zeros behind its end.
 template <class Isa>
 BEACONKV_KERNEL void read_up_to(DoubleLanes<Isa>& x, const float* from, index_t rest) noexcept {
-  if (rest >= double_lanes) return read(x, from);
+  if (rest >= double_lanes) return DoubleLanes<Isa>::read(x, from);
   float padded[double_lanes] = {};
   for (index_t i = 0; i < rest; ++i) padded[i] = from[i];
-  read(x, padded);
+  DoubleLanes<Isa>::read(x, padded);
 }
 
 /// `out[i] = ` the sum of the squares of `rows[i]`; NaN or infinity where the row holds one, and only there.
@@ -218,7 +149,7 @@ BEACONKV_KERNEL float nearness_of_unusual(const float* a, const float* b, index_
       if constexpr (pairing == Pairing::product) {
         sum.part[p] = sum.part[p] + x.part[p] * y.part[p];
       } else {
-        const typename DoubleLanes<Isa>::Doubles gap = x.part[p] - y.part[p];
+        const typename Isa::Doubles gap = x.part[p] - y.part[p];
         sum.part[p] = sum.part[p] + gap * gap;
       }
     }

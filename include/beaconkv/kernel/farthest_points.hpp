@@ -65,13 +65,13 @@ struct SumRows {
       for (; n < 4; ++n) used[n] = used[0];
       for (index_t d = 0; d < f.dim; d += double_lanes) {
         DoubleLanes<Isa> sum;
-        read(sum, total + d);
+        DoubleLanes<Isa>::read(sum, total + d);
         BEACONKV_UNROLL for (index_t r = 0; r < 4; ++r) {
           DoubleLanes<Isa> x;
           read_up_to(x, used[r] + d, f.dim - d);
           BEACONKV_UNROLL for (index_t p = 0; p < x.count; ++p) sum.part[p] = sum.part[p] + x.part[p] * weight[r];
         }
-        write(total + d, sum);
+        DoubleLanes<Isa>::write(total + d, sum);
       }
     }
     first->longest = longest;
@@ -95,7 +95,7 @@ struct MeanNearness {
       for (index_t r = 0; r < 4; ++r) row[r] = f.row(std::min(i + r, f.n - 1));
       for (index_t d = 0; d < f.dim; d += double_lanes) {
         DoubleLanes<Isa> y;
-        read(y, mean + d);
+        DoubleLanes<Isa>::read(y, mean + d);
         BEACONKV_UNROLL for (index_t r = 0; r < 4; ++r) {
           DoubleLanes<Isa> x;
           read_up_to(x, row[r] + d, f.dim - d);
@@ -103,7 +103,7 @@ struct MeanNearness {
             if constexpr (pairing == Pairing::product) {
               sum[r].part[p] = sum[r].part[p] + x.part[p] * y.part[p];
             } else {
-              const typename DoubleLanes<Isa>::Doubles gap = x.part[p] * unit - y.part[p] * unit;
+              const typename Isa::Doubles gap = x.part[p] * unit - y.part[p] * unit;
               sum[r].part[p] = sum[r].part[p] + gap * gap;
             }
           }
