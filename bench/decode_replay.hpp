@@ -19,6 +19,7 @@ struct ReplayOptions {
   index_t layers = 8;
   index_t budget = 2048;
   index_t layers_per_step = 1;  ///< 0: all that are due in one step
+  index_t heads_per_step = 0;   ///< 0: a layer evicts in one step
 };
 
 /// A step is the attention of all layers of Llama-3 8B's shape, observation and `evict_where_due`. The same steps of the same
@@ -27,11 +28,12 @@ class DecodeReplay {
  public:
   explicit DecodeReplay(const ReplayOptions& options)
       : options_(options),
-        capacity_(options.budget + steps),
+        steps_(steps_of(options)),
+        capacity_(options.budget + steps_),
         queries_(shape, random_),
         attention_(shape),
         out_(static_cast<std::size_t>(shape.query_heads * shape.head_dim)),
-        least_(static_cast<std::size_t>(steps), 1e300) {
+        least_(static_cast<std::size_t>(steps_), 1e300) {
     const RopeTable rope = llama3_rope(shape.head_dim);
     const index_t tokens = options.budget - before;
     for (index_t l = 0; l < options.layers; ++l) {
@@ -43,9 +45,9 @@ class DecodeReplay {
       caches_.push_back(PlaneCache<float>::make(full.key_plane(), full.value_plane()).or_throw());  // with empty books
       caches_.back().append_run(0, tokens).or_throw();
     }
-    sequence_.push_back(Sequence<BeaconKV<>, PlaneCache<float>>::make(
-                            policies_, caches_, {.capacity = capacity_, .layers_per_step = options.layers_per_step})
-                            .or_throw());
+    const SequenceOptions made{
+        .capacity = capacity_, .layers_per_step = options.layers_per_step, .heads_per_step = options.heads_per_step};
+    sequence_.push_back(Sequence<BeaconKV<>, PlaneCache<float>>::make(policies_, caches_, made).or_throw());
   }
 
   /// Runs all steps once; returns how many layers evicted.
@@ -55,7 +57,7 @@ class DecodeReplay {
       sequence_[0].cache(l) = caches_[static_cast<std::size_t>(l)];
     }
     index_t evicted = 0;
-    for (index_t i = 0; i < steps; ++i) {
+    for (index_t i = 0; i < steps_; ++i) {
       const Stopwatch watch;
       evicted += step(options_.budget - before + i);
       double& least = least_[static_cast<std::size_t>(i)];
@@ -75,7 +77,12 @@ class DecodeReplay {
  private:
   static constexpr Shape shape = llama3_8b;
   static constexpr index_t before = 4;  // steps until all layers are due
-  static constexpr index_t steps = 32;  // most of them, and so the median, evict nothing
+  /// Twice as many as evict something, so that the median evicts nothing.
+  [[nodiscard]] static index_t steps_of(const ReplayOptions& options) {
+    const index_t slices = options.heads_per_step > 0 ? (shape.kv_heads - 1) / options.heads_per_step + 2 : 1;
+    const index_t layers_at_once = options.layers_per_step > 0 ? options.layers_per_step : options.layers;
+    return before + 2 * slices * ((options.layers - 1) / layers_at_once + 1) + 4;
+  }
 
   [[nodiscard]] index_t step(position_t position) {
     for (index_t l = 0; l < options_.layers; ++l) {
@@ -90,6 +97,7 @@ class DecodeReplay {
   }
 
   ReplayOptions options_;
+  index_t steps_;
   index_t capacity_;
   Random random_{19};
   QueryStream queries_;
