@@ -5,8 +5,8 @@
 /// `OwningCache`: a `PlaneCache` with memory of its own.
 
 #include <limits>
-#include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "beaconkv/memory/plane_cache.hpp"
@@ -35,11 +35,7 @@ class OwningCache {
     if (capacity < 1 || capacity > std::numeric_limits<slot_t>::max())
       return detail::invalid("capacity = ", capacity, ": must be at least 1 and below ", std::numeric_limits<slot_t>::max());
     const index_t value_dim = options.value_dim > 0 ? options.value_dim : shape.head_dim;
-    OwningCache cache(shape.kv_heads, shape.head_dim, value_dim, capacity);
-    Result<View> view = View::make(cache.keys_.plane(), cache.values_.plane(), options.positions);
-    if (!view) return view.status();
-    cache.view_ = std::move(*view);
-    return cache;
+    return make_rows(shape.kv_heads, shape.head_dim, value_dim, capacity, options.positions);
   }
 
 #ifndef BEACONKV_NO_EXCEPTIONS
@@ -61,8 +57,8 @@ class OwningCache {
   }
   OwningCache& operator=(OwningCache&& other) noexcept = default;
 
-  [[nodiscard]] View& view() noexcept { return *view_; }
-  [[nodiscard]] const View& view() const noexcept { return *view_; }
+  [[nodiscard]] View& view() noexcept { return view_; }
+  [[nodiscard]] const View& view() const noexcept { return view_; }
 
   /// Appends one token: `keys` `[kv_head][key_dim]` and `values` `[kv_head][value_dim]` as floats, encoded on the way.
   [[nodiscard]] Status append(std::span<const float> keys, std::span<const float> values, position_t position) {
@@ -88,13 +84,12 @@ class OwningCache {
     if (capacity < std::max<index_t>(1, view().num_tokens()) || capacity > view().capacity())
       return detail::invalid("capacity = ", capacity, ": must be between the ", view().num_tokens(), " tokens and ",
                              view().capacity());
-    OwningCache smaller(view().num_kv_heads(), view().key_dim(), view().value_dim(), capacity);
-    Result<View> made = View::make(smaller.keys_.plane(), smaller.values_.plane(), view().position_mode());
-    if (!made) return made.status();
-    smaller.view_ = std::move(*made);
-    if (Status s = smaller.view().copy_from(view()); !s) return s;
-    if (Status s = smaller.view().set_pinned_prefix(view().pinned_prefix()); !s) return s;
-    *this = std::move(smaller);
+    Result<OwningCache> smaller =
+        make_rows(view().num_kv_heads(), view().key_dim(), view().value_dim(), capacity, view().position_mode());
+    if (!smaller) return smaller.status();
+    if (Status s = smaller->view().copy_from(view()); !s) return s;
+    if (Status s = smaller->view().set_pinned_prefix(view().pinned_prefix()); !s) return s;
+    *this = std::move(*smaller);
     return {};
   }
 
@@ -123,8 +118,18 @@ class OwningCache {
     std::vector<float> scales;
   };
 
-  OwningCache(index_t heads, index_t key_dim, index_t value_dim, index_t capacity)
-      : keys_(heads, key_dim, capacity), values_(heads, value_dim, capacity) {}
+  /// The view points into the rows, which keep their memory when they are moved.
+  OwningCache(Rows<K> keys, Rows<V> values, View view)
+      : keys_(std::move(keys)), values_(std::move(values)), view_(std::move(view)) {}
+
+  [[nodiscard]] static Result<OwningCache> make_rows(index_t heads, index_t key_dim, index_t value_dim, index_t capacity,
+                                                     PositionMode positions) {
+    Rows<K> keys(heads, key_dim, capacity);
+    Rows<V> values(heads, value_dim, capacity);
+    Result<View> view = View::make(keys.plane(), values.plane(), positions);
+    if (!view) return view.status();
+    return OwningCache(std::move(keys), std::move(values), std::move(*view));
+  }
 
   void point() {
     const Status s = view().rebase(keys_.plane(), values_.plane());
@@ -134,7 +139,7 @@ class OwningCache {
 
   Rows<K> keys_;
   Rows<V> values_;
-  std::optional<View> view_;  // empty only while it is made
+  View view_;
 };
 
 }  // namespace beaconkv::inline v0
