@@ -6,6 +6,10 @@
 #include <memory>
 #include <utility>
 
+#include "beaconkv/algorithm/attention.hpp"
+#include "beaconkv/algorithm/continual_fps.hpp"
+#include "beaconkv/algorithm/key_redundancy.hpp"
+#include "beaconkv/algorithm/top_k.hpp"
 #include "support/check.hpp"
 
 namespace {
@@ -204,4 +208,27 @@ TEST_CASE("a copy of a workspace has its own room for a plan, and equal ones are
   Workspace taken = std::move(other);
   other = copy;  // from which its memory was moved: memory of its own again
   CHECK(other.take<float>(16).data() != taken.take<float>(16).data());
+}
+
+TEST_CASE("A workspace for many serves for fewer: no algorithm needs less for more") {
+  for (index_t n = 0; n < 3000; ++n) {
+    CAPTURE(n);
+    REQUIRE(top_k_workspace_size(n).bytes <= top_k_workspace_size(n + 1).bytes);
+    REQUIRE(fps_workspace_size(n, 48).bytes <= fps_workspace_size(n + 1, 48).bytes);
+    REQUIRE(key_redundancy_workspace_size(n, 48).bytes <= key_redundancy_workspace_size(n + 1, 48).bytes);
+    REQUIRE(attention_workspace_size(3, 7, 48, n).bytes <= attention_workspace_size(3, 7, 48, n + 1).bytes);
+  }
+  for (index_t n = 1; n < 200; ++n) {
+    CAPTURE(n);
+    REQUIRE(attention_workspace_size(3, n, 48, 100).bytes <= attention_workspace_size(3, n + 1, 48, 100).bytes);
+    REQUIRE(attention_workspace_size(n, 7, 48, 100).bytes <= attention_workspace_size(n + 1, 7, 48, 100).bytes);
+    REQUIRE(fps_workspace_size(100, n).bytes <= fps_workspace_size(100, n + 1).bytes);
+  }
+  for (const index_t n_max : {3, 8, 32, 33, 100, 257}) {
+    const ContinualFps buffer = ContinualFps::make(16, n_max / 2, n_max).or_throw();
+    for (index_t prompt = 0; prompt < 300; ++prompt) {
+      CAPTURE(n_max, prompt);
+      REQUIRE(buffer.workspace_size(prompt).bytes <= buffer.workspace_size(prompt + 1).bytes);
+    }
+  }
 }

@@ -63,12 +63,11 @@ class ContinualFps {
 
   /// Scratch of every call that takes a workspace; `prefill_rows` counts for `prefill` only.
   [[nodiscard]] WorkspaceSize workspace_size(index_t prefill_rows = 0) const {
-    return detail::measure([&](Workspace& work) {
-      if (prefill_rows > 0)
-        static_cast<void>(Prompt(work, n_max_ + prefill_rows, *this));
-      else
-        static_cast<void>(Reduction(work, n_max_, *this));
-    });
+    const WorkspaceSize reduction =
+        detail::measure([&](Workspace& work) { static_cast<void>(Reduction(work, n_max_, *this)); });
+    if (prefill_rows == 0) return reduction;
+    return max(reduction,
+               detail::measure([&](Workspace& work) { static_cast<void>(Prompt(work, n_max_ + prefill_rows, *this)); }));
   }
 
   /// Adds one row; reduces where the buffer is full. No allocation.
@@ -161,7 +160,7 @@ class ContinualFps {
       }
       complete_cosines(buffer);
       const detail::CosineMatrix matrix = matrix_of(buffer);
-      detail::run<detail::PickByCosines>(&matrix, count, nearness.data());
+      detail::run<detail::PickByCosines>(&matrix, count, nearness.data(), static_cast<slot_t*>(nullptr));
       index_t kept = 0;
       for (index_t i = 0; i < n && kept < count; ++i) {
         picked[static_cast<std::size_t>(kept)] = static_cast<slot_t>(i);

@@ -10,6 +10,7 @@
 #include <cmath>
 #include <span>
 
+#include "beaconkv/kernel/cosine_matrix.hpp"
 #include "beaconkv/kernel/farthest_points.hpp"
 #include "beaconkv/workspace.hpp"
 
@@ -29,13 +30,17 @@ struct FpsOptions {
 
 namespace detail {
 
-/// One sampling over rows as they lie. Scratch: 12 bytes a row.
+/// So few rows that all their cosines cost less than looking for those that matter.
+inline constexpr index_t few_rows = 64;
+
+/// One sampling over rows as they lie. Scratch: 12 bytes a row, and the cosines of few rows.
 class FpsRun {
  public:
   FpsRun(Workspace& work, index_t n, index_t dim)
       : scale_(work.take<float>(n)),
         nearness_(work.take<float>(padded_to(n, nearness_block))),
         seen_(work.take<std::int32_t>(n)),
+        cosines_(work.take<float>(std::min(n, few_rows) * padded_to(std::min(n, few_rows), lanes))),
         sum_(work.take<double>(padded_to(dim, double_lanes))) {}
 
   /// Picks `count` more rows; their indices, in order of selection, go to `out`. Returns how many: fewer only where no row is
@@ -52,6 +57,7 @@ class FpsRun {
     const auto num_start = static_cast<index_t>(start.size());
     if (count >= n - num_start) return pick_the_rest(n, start, out);
     if (count == 0) return 0;
+    if (pairing == Pairing::product && n <= few_rows && num_start == 0) return pick_by_cosines(rows, count, out);
     FarthestPoints points{.rows = rows.data,
                           .stride = rows.stride,
                           .dim = rows.dim,
@@ -93,6 +99,22 @@ class FpsRun {
     return count;
   }
 
+  index_t pick_by_cosines(const ConstRows& rows, index_t count, slot_t* out) noexcept {
+    detail::run<RowScales>(rows.data, rows.stride, rows.dim, rows.rows, scale_.data());
+    const CosineMatrix matrix{.rows = rows.data,
+                              .stride = rows.stride,
+                              .dim = rows.dim,
+                              .n = rows.rows,
+                              .scale = scale_.data(),
+                              .cosines = cosines_.data(),
+                              .width = padded_to(rows.rows, lanes)};
+    detail::run<CompleteCosines>(&matrix);
+    const std::span<const float> scales = scale_.first(static_cast<std::size_t>(rows.rows));
+    if (std::any_of(scales.begin(), scales.end(), [](float s) { return s < 0; })) detail::run<CompleteCosines::Mend>(&matrix);
+    detail::run<PickByCosines>(&matrix, count, nearness_.data(), out);
+    return count;
+  }
+
   index_t pick_the_rest(index_t n, std::span<const slot_t> start, slot_t* out) noexcept {
     std::fill(seen_.begin(), seen_.begin() + n, 0);
     for (const slot_t s : start) seen_[at(s)] = 1;
@@ -106,12 +128,14 @@ class FpsRun {
   std::span<float> scale_;
   std::span<float> nearness_;  // of each free row to the nearest picks that it has seen
   std::span<std::int32_t> seen_;
+  std::span<float> cosines_;  // of few rows; taken for many, too: a workspace serves every smaller sampling
   std::span<double> sum_;
 };
 
 }  // namespace detail
 
-/// Scratch of `farthest_point_sampling` over `n` rows of `dim`: 12 bytes a row; the rows themselves are read where they lie.
+/// Scratch of `farthest_point_sampling` over `n` rows of `dim`: 12 bytes a row, and the cosines of
+/// up to 64 rows; the rows themselves are read where they lie.
 [[nodiscard]] inline WorkspaceSize fps_workspace_size(index_t n, index_t dim) {
   return detail::measure([&](Workspace& work) { static_cast<void>(detail::FpsRun(work, n, dim)); });
 }
@@ -120,8 +144,8 @@ class FpsRun {
 /// returns how many.
 ///
 /// Ties: lowest index. `count` at or beyond the rows that are left: all of those, ascending. A row with a NaN or infinity is
-/// picked only when no finite row is left. A prefix of a longer run is the shorter run. O(n * count * D) at worst; evaluated is
-/// only what may change a pick, a quarter of that for long prompts. No allocation.
+/// picked only when no finite row is left. A prefix of a longer run is the shorter run. O(n * count * D) at worst (n * n * D
+/// for up to 64 rows); evaluated is only what may change a pick, a quarter of that for long prompts. No allocation.
 /// Errors: no rows to pick from, negative count, `selected` or `work` too small, `start` out of range or repeated.
 [[nodiscard]] inline Result<index_t> farthest_point_sampling(const ConstRows& rows, index_t count, std::span<slot_t> selected,
                                                              Workspace& work, const FpsOptions& options = {}) {

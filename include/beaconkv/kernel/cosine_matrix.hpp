@@ -80,11 +80,11 @@ struct CompleteCosines {
   };
 };
 
-/// Picks `count < n` rows by the greedy rule. `nearness` has room for whole multiples of 16 and is `chosen_nearness` for the
-/// chosen ones in the end; a row of `cosines` is as wide.
+/// Picks `count < n` rows by the greedy rule, to `order` where that is not null. `nearness` has room for whole multiples of 16
+/// and is `chosen_nearness` for the chosen ones in the end; a row of `cosines` is as wide.
 struct PickByCosines {
   template <class Isa>
-  BEACONKV_KERNEL void run(const CosineMatrix* matrix, index_t count, float* nearness) noexcept {
+  BEACONKV_KERNEL void run(const CosineMatrix* matrix, index_t count, float* nearness, slot_t* order) noexcept {
     using Floats = typename Isa::Floats;
     const CosineMatrix m = *matrix;
     for (index_t c = 0; c < m.n; c += double_lanes) {
@@ -112,6 +112,7 @@ struct PickByCosines {
     LeastSoFar<Isa>::end(search, value, pick);
 
     for (index_t picked = 1; picked < count; ++picked) {
+      if (order != nullptr) order[picked - 1] = static_cast<slot_t>(pick);
       const float* const row = m.cosines + pick * m.width;
       LeastSoFar<Isa>::begin(search);
       for (index_t c = 0; c < m.n; c += lanes) BEACONKV_UNROLL for (index_t p = 0; p < search.count; ++p) {
@@ -134,6 +135,7 @@ struct PickByCosines {
       LeastSoFar<Isa>::end(search, value, pick);
     }
     nearness[pick] = chosen_nearness;
+    if (order != nullptr) order[count - 1] = static_cast<slot_t>(pick);
   }
 };
 
