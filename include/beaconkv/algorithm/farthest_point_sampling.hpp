@@ -34,9 +34,9 @@ class FpsRun {
  public:
   FpsRun(Workspace& work, index_t n, index_t dim)
       : scale_(work.take<float>(n)),
-        nearness_(work.take<float>(padded_to(n, nearness_block))),
+        nearness_(work.take<float>(round_up(n, nearness_block))),
         seen_(work.take<std::int32_t>(n)),
-        sum_(work.take<double>(padded_to(dim, double_lanes))) {}
+        sum_(work.take<double>(round_up(dim, double_lanes))) {}
 
   /// Picks `count` more rows; their indices, in order of selection, go to `out`. Returns how many: fewer only where no row is
   /// left.
