@@ -98,7 +98,7 @@ void incremental(benchmark::State& state) {
   const index_t n = state.range(0);
   Inputs inputs(n, state.range(2));
   std::vector<float> scale(static_cast<std::size_t>(n));
-  std::vector<float> nearness(static_cast<std::size_t>(padded_to(n, nearness_block)), chosen_nearness);
+  std::vector<float> nearness(static_cast<std::size_t>(round_up(n, nearness_block)), chosen_nearness);
   std::vector<std::int32_t> seen(static_cast<std::size_t>(n));
   std::vector<double> sum(dim);
   std::vector<slot_t> picked(static_cast<std::size_t>(state.range(1)));

@@ -41,6 +41,18 @@ function(beaconkv_own_target target)
   endif()
 endfunction()
 
+# beaconkv_find_eigen(): Eigen3::Eigen, the opponent of the benchmarks and the matrix products of examples/engine. The library itself
+# has no use for it. A find_package that names a version cannot do this: "3.4" refuses Eigen 5, and Eigen 3.4.0 refuses the range
+# "3.4...5".
+macro(beaconkv_find_eigen)
+  if(NOT TARGET Eigen3::Eigen)
+    find_package(Eigen3 CONFIG REQUIRED)
+    if(Eigen3_VERSION VERSION_LESS 3.4)
+      message(FATAL_ERROR "benchmarks and examples need Eigen 3.4 or newer, found ${Eigen3_VERSION} in ${Eigen3_DIR}")
+    endif()
+  endif()
+endmacro()
+
 # beaconkv_all_built(<pattern>): each source of this directory that matches is built by the target of its name. A program that nobody
 # builds would look like one that works.
 function(beaconkv_all_built pattern)

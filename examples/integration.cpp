@@ -4,9 +4,11 @@
 /// The snippets of docs/integration.md, at work. After each part every row must be that of its token.
 
 #include <algorithm>
+#include <atomic>
 #include <beaconkv/beaconkv.hpp>
 #include <cmath>
 #include <cstdio>
+#include <thread>
 #include <vector>
 
 using namespace beaconkv;
@@ -189,7 +191,7 @@ bool whole_model() {
   }
   // docs/integration.md: 7b end
 
-  // docs/integration.md: 8a begin
+  // docs/integration.md: 9a begin
   const index_t drafts = sequence.tokens_until_due(4);  // with more, the next eviction would come late
   for (index_t i = 0; i < drafts; ++i) {
     const position_t t = sequence.next_position();
@@ -202,14 +204,14 @@ bool whole_model() {
   }
   sequence.accept(drafts / 2).or_throw();  // the others leave caches and policies as if they had never come
   sequence.evict_where_due().or_throw();
-  // docs/integration.md: 8a end
+  // docs/integration.md: 9a end
 
-  // docs/integration.md: 8b begin
+  // docs/integration.md: 9b begin
   fork.copy_from(sequence).or_throw();  // rows too, into the fork's own memory
   std::vector<std::byte> saved;
   sequence.save(saved).or_throw();
   later.load(saved).or_throw();  // made with the same options; layout and capacity may be others
-  // docs/integration.md: 8b end
+  // docs/integration.md: 9b end
   bool good = drafts > 0;
   for (const Layers* s : {&sequence, &fork, &later})
     for (index_t l = 0; l < s->num_layers(); ++l)
@@ -217,10 +219,65 @@ bool whole_model() {
   return good;
 }
 
+// docs/integration.md: 8a begin
+struct Pool {  // here two threads; yours is the engine's own pool
+  index_t num_workers() const { return 2; }
+  template <class F>
+  void run(index_t count, F&& f) const {  // f(i, worker) once for each i below count
+    std::atomic<index_t> next{0};
+    const auto work = [&](index_t worker) {
+      for (index_t i = next++; i < count; i = next++) f(i, worker);
+    };
+    std::thread other(work, index_t{1});
+    work(0);
+    other.join();
+  }
+};
+// docs/integration.md: 8a end
+
+bool threads_and_slices() {
+  std::vector<Engine> engines(3);
+  Engine& engine = engines[0];
+  Pool pool;
+  BeaconKV policy = make_policy(engine.rope);
+  auto cache = PlaneCache<float>::head_major(engine.k.data(), engine.v.data(), shape, capacity);
+  // docs/integration.md: 8b begin
+  std::vector<Workspace> works(2, Workspace(policy.workspace_size(capacity)));  // one for each worker
+  for (position_t t = 0; t < 300; ++t) {
+    engine.forward(cache.num_tokens(), t, t);
+    cache.append(t).or_throw();
+    policy.observe(engine.queries, t).or_throw();
+    if (policy.due(cache)) evict(policy, cache, works, pool).or_throw();  // its KV heads over the threads
+  }
+  // docs/integration.md: 8b end
+  bool good = holds(cache, engine.rope) && cache.num_tokens() < 48;
+
+  std::vector<PlaneCache<float>> caches;
+  for (Engine& e : engines) caches.push_back(PlaneCache<float>::head_major(e.k.data(), e.v.data(), shape, capacity));
+  std::vector<BeaconKV<>> policies(caches.size(), make_policy(engine.rope));
+  // docs/integration.md: 8c begin
+  const SequenceOptions options{.capacity = capacity, .workers = 2, .heads_per_step = 1};
+  auto sequence = Sequence<BeaconKV<>, PlaneCache<float>>::make(policies, caches, options).or_throw();
+  // docs/integration.md: 8c end
+  for (position_t t = 0; t < 300; ++t) {
+    for (index_t l = 0; l < sequence.num_layers(); ++l) {
+      Engine& e = engines[static_cast<std::size_t>(l)];
+      e.forward(sequence.cache(l).num_tokens(), t, t);
+      sequence.cache(l).append(t).or_throw();
+      sequence.policy(l).observe(e.queries, t).or_throw();
+    }
+    sequence.evict_where_due(pool).or_throw();
+    for (index_t l = 0; l < sequence.num_layers(); ++l) good = good && sequence.cache(l).num_tokens() < 48 + 3 * (H + 1);
+  }
+  for (index_t l = 0; l < sequence.num_layers(); ++l) good = good && holds(sequence.cache(l), engine.rope);
+  return good;
+}
+
 }  // namespace
 
 int main() {
-  const bool good[] = {layouts(), one_layer(), positions_in_cache(), whole_model()};
-  std::printf("layouts %d, one layer %d, positions within the cache %d, whole model %d\n", good[0], good[1], good[2], good[3]);
+  const bool good[] = {layouts(), one_layer(), positions_in_cache(), whole_model(), threads_and_slices()};
+  std::printf("layouts %d, one layer %d, positions within the cache %d, whole model %d, threads and slices %d\n", good[0],
+              good[1], good[2], good[3], good[4]);
   return std::all_of(std::begin(good), std::end(good), [](bool x) { return x; }) ? 0 : 1;
 }

@@ -8,7 +8,7 @@
 #include <numeric>
 #include <vector>
 
-#include "beaconkv/kernel/exponential.hpp"
+#include "beaconkv/kernel/softmax.hpp"
 #include "support/check.hpp"
 #include "support/instruction_sets.hpp"
 #include "support/random.hpp"
@@ -146,23 +146,6 @@ TEST_CASE("The hyperbolic tangent is as exact as it says") {
     worst = std::max(worst, std::abs(static_cast<double>(out[i]) - exact) / std::abs(exact));
   }
   CHECK(worst < 5 * exponential_tolerance);
-}
-
-TEST_CASE("Dot products agree with double precision at every length") {
-  Random random;
-  CAPTURE(random.seed());
-  for (index_t n = 0; n <= 130; ++n) {
-    const std::vector<float> a = random.normals(n);
-    const std::vector<float> b = random.normals(n);
-    double exact = 0;
-    double size = 0;
-    for (std::size_t i = 0; i < a.size(); ++i) {
-      exact += static_cast<double>(a[i]) * static_cast<double>(b[i]);
-      size += std::abs(static_cast<double>(a[i]) * static_cast<double>(b[i]));
-    }
-    CAPTURE(n);
-    CHECK(std::abs(static_cast<double>(detail::dot(a.data(), b.data(), n)) - exact) <= 1e-6 * size);
-  }
 }
 
 TEST_CASE("Softmax agrees with the formula and does not overflow") {

@@ -205,6 +205,27 @@ TEST_CASE("Slices are refused by name where scores are formed together") {
               StatusCode::unsupported, {"heads_per_step = 1", "together"});
 }
 
+TEST_CASE("Slices of a cache that outgrew the sequence's capacity are refused by name") {
+  Random random;
+  CAPTURE(random.seed());
+  const Shape shape{.query_heads = 8, .kv_heads = 4, .head_dim = 16};
+  Layers<BeaconKV<>> s(wide_beaconkv(), 1, {.capacity = 96, .sequence = {.heads_per_step = 1}});
+  Layers<BeaconKV<>> memory(wide_beaconkv(), 1, {.capacity = 96});
+  auto small = require_value(
+      Layers<BeaconKV<>>::Type::make({memory->policy(0)}, {memory->cache(0)}, {.capacity = small_budget, .heads_per_step = 1}));
+  LayerStreams streams(random, 1, shape);
+  for (position_t p = 0; s->cache(0).num_tokens() < small_budget + 8; ++p) decode(*s, streams.next(p));
+  for (int begun = 0; begun < 2; ++begun) {  // what is copied has no scores, then those of one slice
+    CAPTURE(begun);
+    require_ok(small.copy_from(*s));
+    const Result<SequenceReport> report = small.evict_where_due();
+    REQUIRE_FALSE(report.ok());
+    REQUIRE(report.status().code() == StatusCode::out_of_capacity);
+    REQUIRE(small.cache(0).num_tokens() == small_budget + 8);
+    REQUIRE(evict_due(*s).layers == 0);
+  }
+}
+
 TEST_CASE("Slices allocate nothing", "[allocation]") {
   Random random;
   Layers<BeaconKV<>> s(wide_beaconkv(), 2, {.capacity = 96, .sequence = {.heads_per_step = 1}});

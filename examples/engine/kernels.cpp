@@ -68,7 +68,7 @@ BEACONKV_KERNEL void four_dots(Float4& out, const float* const* rows, const floa
   Lanes<Isa> turned;
   BEACONKV_UNROLL for (index_t v = 0; v < Lanes<Isa>::count; ++v)
       add_turned(turned.part[v], sum[0].part[v], sum[1].part[v], sum[2].part[v], sum[3].part[v]);
-  detail::fold<Isa, true>(out, turned);
+  detail::sum_to_four(out, turned);
   if (whole == n) return;
   float rest[4] = {};
   for (index_t d = whole; d < n; ++d)
@@ -155,12 +155,12 @@ struct SoftmaxRows {
       }
     }
     Float4 largest, total;
-    detail::fold<Isa, false>(largest, top);
+    detail::largest_four(largest, top);
     const float most = std::max(std::max(largest[0], largest[1]), std::max(largest[2], largest[3]));
     Lanes<Isa>::fill(sum, 0.0F);
     for (index_t j = 0; j < whole; j += lanes) add_weights<Isa>(row + j, most, sum);
     add_weights<Isa>(last, most, sum);
-    detail::fold<Isa, true>(total, sum);
+    detail::sum_to_four(total, sum);
     const float scale = 1.0F / ((total[0] + total[2]) + (total[1] + total[3]));
     for (index_t j = 0; j < whole; j += Isa::width) {
       typename Isa::Floats z;

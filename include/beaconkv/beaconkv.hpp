@@ -57,6 +57,7 @@
 #include "beaconkv/sequence/beams.hpp"
 #include "beaconkv/sequence/draft_tokens.hpp"
 #include "beaconkv/sequence/evict_together.hpp"
+#include "beaconkv/sequence/layer_turns.hpp"
 #include "beaconkv/sequence/sequence.hpp"
 #include "beaconkv/sequence/sequence_options.hpp"
 #include "beaconkv/sequence/sliced_eviction.hpp"

@@ -11,6 +11,10 @@
 
 #include "beaconkv/version.hpp"
 
+#if !defined(__GNUC__) && !defined(__clang__)
+#error "beaconkv needs g++ or clang: its kernels are written with their vector extensions"
+#endif
+
 #if !defined(BEACONKV_NO_EXCEPTIONS) && !defined(__cpp_exceptions)
 #define BEACONKV_NO_EXCEPTIONS 1
 #endif

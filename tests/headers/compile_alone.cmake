@@ -6,12 +6,11 @@ file(GLOB_RECURSE headers RELATIVE "${INCLUDE_DIR}" "${INCLUDE_DIR}/*.hpp")
 if(NOT headers)
   message(FATAL_ERROR "no headers in ${INCLUDE_DIR}")
 endif()
-list(TRANSFORM SYSTEM_INCLUDES PREPEND "-isystem")
 
 set(failed "")
 foreach(header IN LISTS headers)
   file(WRITE "${SCRATCH}" "#include <${header}>\n#include <${header}>\n")
-  execute_process(COMMAND "${COMPILER}" -std=c++20 ${FLAGS} "-I${INCLUDE_DIR}" ${SYSTEM_INCLUDES} -fsyntax-only "${SCRATCH}"
+  execute_process(COMMAND "${COMPILER}" -std=c++20 ${FLAGS} "-I${INCLUDE_DIR}" -fsyntax-only "${SCRATCH}"
                   RESULT_VARIABLE result)
   if(NOT result EQUAL 0)
     list(APPEND failed "${header}")

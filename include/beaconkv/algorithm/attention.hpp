@@ -194,7 +194,8 @@ inline void pool_in_place(std::span<float> scores, const Pool& pool, std::span<f
 
 }  // namespace detail
 
-/// Scratch of `attention_scores` over at most `keys` keys.
+/// Scratch of `attention_scores` over at most `keys` keys: their logits, 4 bytes a key and row (`rows` in whole multiples of
+/// 16, for each head of the group), and little else.
 [[nodiscard]] inline WorkspaceSize attention_workspace_size(index_t group, index_t rows, index_t dim, index_t keys) {
   return detail::measure([&](Workspace& work) { static_cast<void>(detail::AttentionScratch(work, group, rows, dim, keys)); });
 }

@@ -138,7 +138,7 @@ class ContinualFps {
   /// Scratch of one sampling of `n` buffered rows.
   struct Reduction {
     Reduction(Workspace& work, index_t n, const ContinualFps& buffer)
-        : width(buffer.by_cosines_ ? detail::padded_to(n, detail::lanes) : 0),
+        : width(buffer.by_cosines_ ? detail::round_up(n, detail::lanes) : 0),
           cosines(work.take<float>(n * width)),
           scale(work.take<float>(buffer.by_cosines_ ? n : 0)),
           nearness(work.take<float>(width)),
@@ -179,7 +179,7 @@ class ContinualFps {
    private:
     [[nodiscard]] detail::CosineMatrix matrix_of(const ContinualFps& buffer) const noexcept {
       return {buffer.rows_.data(), buffer.dim_,  buffer.dim_,    buffer.size_,
-              buffer.known_,       scale.data(), cosines.data(), detail::padded_to(buffer.size_, detail::lanes)};
+              buffer.known_,       scale.data(), cosines.data(), detail::round_up(buffer.size_, detail::lanes)};
     }
 
     void complete_cosines(const ContinualFps& buffer) {
@@ -221,7 +221,7 @@ class ContinualFps {
   void reduce_unchecked(Workspace& work) {
     const Workspace::Frame frame(work);
     Reduction r(work, size_, *this);
-    const index_t width = detail::padded_to(size_, detail::lanes);
+    const index_t width = detail::round_up(size_, detail::lanes);
     const std::span<const slot_t> kept = r.pick(*this);
     keep_rows(kept);
     if (!by_cosines_) return;

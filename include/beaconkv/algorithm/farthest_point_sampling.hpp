@@ -38,10 +38,10 @@ class FpsRun {
  public:
   FpsRun(Workspace& work, index_t n, index_t dim)
       : scale_(work.take<float>(n)),
-        nearness_(work.take<float>(padded_to(n, nearness_block))),
+        nearness_(work.take<float>(round_up(n, nearness_block))),
         seen_(work.take<std::int32_t>(n)),
-        cosines_(work.take<float>(std::min(n, few_rows) * padded_to(std::min(n, few_rows), lanes))),
-        sum_(work.take<double>(padded_to(dim, double_lanes))) {}
+        cosines_(work.take<float>(std::min(n, few_rows) * round_up(std::min(n, few_rows), lanes))),
+        sum_(work.take<double>(round_up(dim, double_lanes))) {}
 
   /// Picks `count` more rows; their indices, in order of selection, go to `out`. Returns how many: fewer only where no row is
   /// left.
@@ -107,7 +107,7 @@ class FpsRun {
                               .n = rows.rows,
                               .scale = scale_.data(),
                               .cosines = cosines_.data(),
-                              .width = padded_to(rows.rows, lanes)};
+                              .width = round_up(rows.rows, lanes)};
     detail::run<CompleteCosines>(&matrix);
     const std::span<const float> scales = scale_.first(static_cast<std::size_t>(rows.rows));
     if (std::any_of(scales.begin(), scales.end(), [](float s) { return s < 0; })) detail::run<CompleteCosines::Mend>(&matrix);

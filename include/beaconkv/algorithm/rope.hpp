@@ -90,7 +90,7 @@ class RopeTable {
   /// An empty table: no RoPE, only there to be replaced or to say "none".
   RopeTable() = default;
 
-  /// The table, or what is wrong with the options. Allocates about 1 KiB a pair, which copies share.
+  /// The table, or what is wrong with the options. Allocates 2 KiB a pair, which copies share.
   [[nodiscard]] static Result<RopeTable> make(const RopeOptions& options);
 
 #ifndef BEACONKV_NO_EXCEPTIONS
@@ -308,7 +308,7 @@ inline Result<RopeTable> RopeTable::make(const RopeOptions& options) {
 
 inline detail::RotationTables::RotationTables(std::vector<double> frequencies) : inv_freq(std::move(frequencies)) {
   const std::size_t n = inv_freq.size();
-  padded = (static_cast<index_t>(n) + rotation_padding - 1) / rotation_padding * rotation_padding;
+  padded = round_up(static_cast<index_t>(n), rotation_padding);
   memory.resize(static_cast<std::size_t>(2 * rotation_step * 2 * padded / 8));
   auto* row_data = reinterpret_cast<double*>(memory.data());
   for (index_t r = 0; r < 2 * rotation_step; ++r, row_data += 2 * padded) {

@@ -6,17 +6,12 @@
 /// special values are recognised by their bits, never by comparisons.
 
 #include <bit>
-#include <cfloat>
-#include <cmath>
 #include <cstdint>
 #include <span>
 
 #include "beaconkv/kernel/exponential.hpp"
 
 namespace beaconkv::inline v0::detail {
-
-/// A logit that stands for "not visible"; finite, so that arithmetic on it is defined under every compiler flag.
-inline constexpr float masked_logit = -FLT_MAX;
 
 [[nodiscard]] inline bool is_finite(float x) noexcept { return (std::bit_cast<std::uint32_t>(x) & 0x7F800000U) != 0x7F800000U; }
 [[nodiscard]] inline bool is_nan(float x) noexcept { return (std::bit_cast<std::uint32_t>(x) & 0x7FFFFFFFU) > 0x7F800000U; }
@@ -43,16 +38,6 @@ inline constexpr float masked_logit = -FLT_MAX;
   for (; i < n; ++i)
     if (!is_finite(x[i])) return false;
   return true;
-}
-
-/// Dot product in a fixed order of eight lanes: the same bits for equal rows, and vectorisable without `-ffast-math`.
-[[nodiscard]] inline float dot(const float* a, const float* b, index_t n) noexcept {
-  float lane[8] = {};
-  index_t i = 0;
-  for (; i + 8 <= n; i += 8)
-    for (index_t l = 0; l < 8; ++l) lane[l] += a[i + l] * b[i + l];
-  for (index_t l = 0; i + l < n; ++l) lane[l] += a[i + l] * b[i + l];
-  return ((lane[0] + lane[4]) + (lane[2] + lane[6])) + ((lane[1] + lane[5]) + (lane[3] + lane[7]));
 }
 
 /// Softmax in place over finite numbers, to a float's precision.

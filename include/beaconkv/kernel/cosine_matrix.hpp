@@ -16,9 +16,9 @@ inline constexpr float nothing_chosen = -FLT_MAX;
 
 /// Nearness is scanned in blocks of this many; what pads the last one counts as chosen.
 inline constexpr index_t nearness_block = 64;
-[[nodiscard]] constexpr index_t padded_to(index_t n, index_t block) noexcept { return (n + block - 1) / block * block; }
 
-/// Cosines of `n` rows, those among the first `known` done already. Rows whose scale is negative come out wrong: `mend` them.
+/// Cosines of `n` rows, those among the first `known` done already. Rows whose scale is negative come out wrong: run `Mend` on
+/// them.
 struct CosineMatrix {
   const float* rows = nullptr;
   index_t stride = 0;
@@ -98,7 +98,7 @@ struct PickByCosines {
     }
     for (index_t i = 0; i < m.n; ++i)
       if (m.scale[i] == not_finite_row) nearness[i] = not_finite_nearness;
-    for (index_t i = m.n; i < padded_to(m.n, lanes); ++i) nearness[i] = chosen_nearness;
+    for (index_t i = m.n; i < round_up(m.n, lanes); ++i) nearness[i] = chosen_nearness;
 
     LeastSoFar<Isa> search;
     LeastSoFar<Isa>::begin(search);

@@ -16,24 +16,6 @@
 
 namespace beaconkv::inline v0::detail {
 
-/// `sum = ` the lanes `l`, `l + 4`, `l + 8`, `l + 12` of `x`.
-BEACONKV_KERNEL void sum_to_four(Float4& sum, const Lanes<Baseline>& x) noexcept {
-  sum = (x.part[0] + x.part[2]) + (x.part[1] + x.part[3]);
-}
-BEACONKV_KERNEL void sum_to_four(Float4& sum, const Float8& x) noexcept {
-  sum = __builtin_shufflevector(x, x, 0, 1, 2, 3) + __builtin_shufflevector(x, x, 4, 5, 6, 7);
-}
-BEACONKV_KERNEL void sum_to_four(Float4& sum, const Lanes<Avx2>& x) noexcept {
-  const Float8 half = x.part[0] + x.part[1];
-  sum_to_four(sum, half);
-}
-BEACONKV_KERNEL void sum_to_four(Float4& sum, const Lanes<Avx512>& x) noexcept {
-  const Float16 v = x.part[0];
-  const Float8 half =
-      __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) + __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
-  sum_to_four(sum, half);
-}
-
 /// `out[i] = ` the sum of all lanes of `x[i]`, for `n` of them.
 template <index_t n, class Isa>
 BEACONKV_KERNEL void sums_of(float* out, const Lanes<Isa> (&x)[std::size_t{n}]) noexcept {
@@ -96,8 +78,6 @@ BEACONKV_KERNEL void tile(float* out, const float* const (&a)[std::size_t{n}], c
   }
   sums_of<n * m, Isa>(out, sum);
 }
-
-inline constexpr index_t double_lanes = 8;
 
 /// Eight floats of a row, zeros behind its end.
 template <class Isa>

@@ -97,7 +97,7 @@ struct Softmax {
   template <class Isa>
   BEACONKV_KERNEL void run(float* x, index_t n) noexcept {
     using E = DoubleLanes<Isa>;
-    constexpr index_t at_once = 8;
+    constexpr index_t at_once = double_lanes;
     const index_t whole = n / at_once * at_once;
     const float top = largest<Isa>(x, n);
     E sum, e;

@@ -41,7 +41,7 @@ struct SumRows {
   BEACONKV_KERNEL void run(const FarthestPoints* points, FirstPick* first) noexcept {
     const FarthestPoints f = *points;
     double* const total = first->sum;
-    for (index_t d = 0; d < padded_to(f.dim, double_lanes); ++d) total[d] = 0;
+    for (index_t d = 0; d < round_up(f.dim, double_lanes); ++d) total[d] = 0;
     double longest = 0;
     index_t finite = 0;
     for (index_t i = 0; i < f.n; i += 4) {

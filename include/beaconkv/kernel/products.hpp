@@ -12,8 +12,6 @@
 
 namespace beaconkv::inline v0::detail {
 
-[[nodiscard]] constexpr index_t round_up(index_t n, index_t unit) noexcept { return (n + unit - 1) / unit * unit; }
-
 /// How many keys and registers of rows a kernel holds at once: as many accumulators as there are registers to spare.
 template <class Isa>
 inline constexpr index_t keys_at_once = 6;

@@ -162,17 +162,6 @@ struct WordsOf<16> {
   using Type = Word16;
 };
 
-/// The sums of all numbers that are a multiple of four apart.
-BEACONKV_KERNEL void fold(Int4& four, const Int4& all) noexcept { four = all; }
-BEACONKV_KERNEL void fold(Int4& four, const Int8& all) noexcept {
-  four = __builtin_shufflevector(all, all, 0, 1, 2, 3) + __builtin_shufflevector(all, all, 4, 5, 6, 7);
-}
-BEACONKV_KERNEL void fold(Int4& four, const Int16& all) noexcept {
-  const Int8 eight = __builtin_shufflevector(all, all, 0, 1, 2, 3, 4, 5, 6, 7) +
-                     __builtin_shufflevector(all, all, 8, 9, 10, 11, 12, 13, 14, 15);
-  fold(four, eight);
-}
-
 /// One bit for each of the sixteen comparisons `low <= x[i] && x[i] <= high`. As one comparison: g++ takes two apart.
 template <class Isa>
 BEACONKV_KERNEL void bits_within(std::uint32_t& bits, const std::int32_t* x, std::int32_t low, std::int32_t high) noexcept {
@@ -193,7 +182,7 @@ BEACONKV_KERNEL void bits_within(std::uint32_t& bits, const std::int32_t* x, std
     sum |= (shifted <= most) & weight;
   }
   Int4 four;
-  fold(four, sum);
+  sum_to_four(four, sum);
   std::uint64_t half[2];
   bits_of(half, four);
   const std::uint64_t both = half[0] + half[1];
@@ -248,7 +237,7 @@ struct FindNth {
         sum -= v == value;
       }
       Int4 four;
-      fold(four, sum);
+      sum_to_four(four, sum);
       const index_t here = index_t{four[0]} + four[1] + four[2] + four[3];
       if (left <= here) break;
       left -= here;

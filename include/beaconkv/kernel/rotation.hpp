@@ -8,10 +8,8 @@
 
 namespace beaconkv::inline v0::detail {
 
-typedef double Double4 __attribute__((vector_size(32)));
-typedef double Double8 __attribute__((vector_size(64)));
-
-/// As many doubles as `Isa` has floats in half a register: of `avx2` and `avx512` whole registers, of `baseline` two.
+/// What rotations are composed in: on `avx2` and `avx512` a whole register of doubles, on `baseline` two, or their floats would
+/// fill half of one.
 template <class Isa>
 struct Doubles {
   using Type = Double4;

@@ -26,7 +26,7 @@ struct UnitRows {
                            double* total) noexcept {
     using E = DoubleLanes<Isa>;
     constexpr index_t at_once = 8;  // rows, so that their square roots and divisions overlap
-    constexpr index_t half = lanes / 2;
+    constexpr index_t half = double_lanes;
     const index_t whole = dim / lanes * lanes;
     float rest[at_once][static_cast<std::size_t>(lanes)] = {};  // dimensions behind `whole`, and zeros
     double inverse[at_once];
@@ -236,7 +236,7 @@ struct ColumnSums {
       E::clear(with_all);
       E::clear(with_self);
       E::clear(with_other);
-      for (index_t d = 0; d < width; d += lanes / 2) {
+      for (index_t d = 0; d < width; d += double_lanes) {
         E::read(x, unit + d);
         E::read(y, total + d);
         E::add_product(with_all, x, y);

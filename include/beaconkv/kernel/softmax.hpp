@@ -4,11 +4,17 @@
 /// \file
 /// Softmax over keys of many rows at once: logits `[key][row]`, a register holds one key's logits of several rows.
 
-#include "beaconkv/detail/numeric.hpp"
+#include <bit>
+#include <cfloat>
+#include <cstdint>
+
 #include "beaconkv/kernel/exponential.hpp"
 #include "beaconkv/kernel/products.hpp"
 
 namespace beaconkv::inline v0::detail {
+
+/// A logit that stands for "not visible"; finite, so that arithmetic on it is defined under every compiler flag.
+inline constexpr float masked_logit = -FLT_MAX;
 
 /// All ones in each lane whose logit is not masked.
 template <class F, class I>
@@ -124,43 +130,29 @@ struct AddToSoftmax {
   }
 };
 
-/// Eight lanes of sixteen and the other eight.
+/// `out[l] = ` the largest of the lanes `l`, `l + 4`, `l + 8`, `l + 12`.
 template <class Isa>
-BEACONKV_KERNEL void halves(Float8& low, Float8& high, const Lanes<Isa>& x) noexcept {
-  if constexpr (Isa::width == 8) {
-    low = x.part[0];
-    high = x.part[1];
-  } else {
-    const Float16& all = x.part[0];
-    low = __builtin_shufflevector(all, all, 0, 1, 2, 3, 4, 5, 6, 7);
-    high = __builtin_shufflevector(all, all, 8, 9, 10, 11, 12, 13, 14, 15);
-  }
-}
-
-/// Sixteen lanes become four, by the same additions (or comparisons) on every instruction set.
-template <class Isa, bool add>
-BEACONKV_KERNEL void fold(Float4& out, const Lanes<Isa>& x) noexcept {
-  Float4 a, b, c, d;
+BEACONKV_KERNEL void largest_four(Float4& out, const Lanes<Isa>& x) noexcept {
   if constexpr (Isa::width == 4) {
-    a = x.part[0];
-    b = x.part[1];
-    c = x.part[2];
-    d = x.part[3];
+    Float4 low = x.part[0], high = x.part[1];
+    raise_to(low, x.part[2]);
+    raise_to(high, x.part[3]);
+    raise_to(low, high);
+    out = low;
   } else {
-    Float8 low, high;
-    halves<Isa>(low, high, x);
-    a = __builtin_shufflevector(low, low, 0, 1, 2, 3);
-    b = __builtin_shufflevector(low, low, 4, 5, 6, 7);
-    c = __builtin_shufflevector(high, high, 0, 1, 2, 3);
-    d = __builtin_shufflevector(high, high, 4, 5, 6, 7);
-  }
-  if constexpr (add) {
-    out = (a + c) + (b + d);
-  } else {
-    raise_to(a, c);
-    raise_to(b, d);
-    raise_to(a, b);
-    out = a;
+    Float8 half;
+    if constexpr (Isa::width == 8) {
+      half = x.part[0];
+      raise_to(half, x.part[1]);
+    } else {
+      const Float16& all = x.part[0];
+      half = __builtin_shufflevector(all, all, 0, 1, 2, 3, 4, 5, 6, 7);
+      const Float8 high = __builtin_shufflevector(all, all, 8, 9, 10, 11, 12, 13, 14, 15);
+      raise_to(half, high);
+    }
+    out = __builtin_shufflevector(half, half, 0, 1, 2, 3);
+    const Float4 high = __builtin_shufflevector(half, half, 4, 5, 6, 7);
+    raise_to(out, high);
   }
 }
 
@@ -213,7 +205,10 @@ struct ReduceRows {
         }
       }
     }
-    fold<Isa, add>(out, all);
+    if constexpr (add)
+      sum_to_four(out, all);
+    else
+      largest_four(out, all);
   }
 };
 

@@ -76,6 +76,11 @@ struct Avx512 {
 
 /// The number of floats that kernels treat as one, on every instruction set.
 inline constexpr index_t lanes = 16;
+/// The same for doubles.
+inline constexpr index_t double_lanes = 8;
+
+/// The least multiple of `unit` that is not below `n`.
+[[nodiscard]] constexpr index_t round_up(index_t n, index_t unit) noexcept { return (n + unit - 1) / unit * unit; }
 
 /// Reads and writes a vector at any address.
 template <class V, class T>
@@ -138,11 +143,37 @@ struct Lanes {
   }
 };
 
+/// `sum[l] = ` the sum of the numbers `l`, `l + 4`, `l + 8`, ... of a register.
+template <class Four, class V>
+BEACONKV_KERNEL void sum_to_four(Four& sum, const V& x) noexcept {
+  if constexpr (sizeof(V) == sizeof(Four)) {
+    sum = x;
+  } else if constexpr (sizeof(V) == 2 * sizeof(Four)) {
+    sum = __builtin_shufflevector(x, x, 0, 1, 2, 3) + __builtin_shufflevector(x, x, 4, 5, 6, 7);
+  } else {
+    const auto half =
+        __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) + __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+    sum_to_four(sum, half);
+  }
+}
+/// The same of sixteen lanes, by the same additions on every instruction set.
+template <class Isa>
+BEACONKV_KERNEL void sum_to_four(Float4& sum, const Lanes<Isa>& x) noexcept {
+  if constexpr (Isa::width == 4) {
+    sum = (x.part[0] + x.part[2]) + (x.part[1] + x.part[3]);
+  } else if constexpr (Isa::width == 8) {
+    const Float8 half = x.part[0] + x.part[1];
+    sum_to_four(sum, half);
+  } else {
+    sum_to_four(sum, x.part[0]);
+  }
+}
+
 /// Eight doubles: what eight floats become where a float is not enough.
 template <class Isa>
 struct DoubleLanes {
   static constexpr index_t width = Isa::width / 2;
-  static constexpr index_t count = 8 / width;
+  static constexpr index_t count = double_lanes / width;
   typename Isa::Doubles part[static_cast<std::size_t>(count)];
 
   BEACONKV_KERNEL void clear(DoubleLanes& x) noexcept {

@@ -4,9 +4,9 @@
 /// \file
 /// Observers: which queries a policy remembers between evictions. The queries of one layer, all query heads.
 ///
-/// An observer is a value with `options`, `prefill`, `observe`, `rows`, `write_rows`, `commit`, `state_bytes` and two workspace
-/// queries; see the concept `Observer`. One that can be saved has `exchange` (`archive.hpp`), too. Stock models: `NoQueries`,
-/// `RecentQueries`, `BeaconQueries`.
+/// An observer is a value with `Options`, `prefill`, `observe`, `rows`, `max_rows`, `write_rows`, `commit`, `state_bytes` and
+/// two workspace queries; see the concept `Observer`. One that can be saved has `exchange` (`archive.hpp`), too. Stock models:
+/// `NoQueries`, `RecentQueries`, `BeaconQueries`.
 
 #include <algorithm>
 #include <concepts>

@@ -44,8 +44,8 @@ void move_to_rotary_positions(const Cache& cache, const RopeTable* rope, const S
 /// A cache that holds its keys before RoPE (`PositionMode::unrotated_keys`) as policies need to see it: `keys` rotates what it
 /// reads to the slots. A view of cache and table, which must outlive it; `evict(policy, view, work)` evicts from the cache.
 ///
-/// Costs O(D) multiplications for each key that is read; behind slot 4096 O(D) sines and cosines, too, for each tile of up to
-/// 64 keys that is read at once.
+/// Costs O(D) multiplications for each key that is read; behind slot 4096 O(D) sines and cosines, too, for each tile that is
+/// read at once (64 to 96 keys).
 template <CacheBuffer Cache>
 class RotatedKeys {
  public:

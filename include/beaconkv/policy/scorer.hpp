@@ -31,7 +31,8 @@ struct ScoreMatrix {
 /// * `score(cache, observations, candidates, out, work)`: writes `out` for the slots `[candidates.first, candidates.last)`
 ///   of every head; it may read everything in the cache. Counts non-finite rows. Const: no state of its own changes.
 /// * `workspace_size(shape, rows, tokens)`: the most scratch that `score` takes from `work`.
-/// * optional `needs_all_heads()`: true where a head's scores depend on other heads, which a ragged cache cannot offer.
+/// * optional `needs_all_heads()`: true where a head's scores depend on other heads, which a ragged cache cannot offer. Others
+///   may be asked for one head at a time, as if it were a layer, and for several on as many threads.
 /// * optional `commit(plan, shape)`: follows an applied plan with per-slot state; `state_bytes()` reports its size.
 template <class S, class Cache>
 concept Scorer = CacheReader<Cache> && std::copyable<S> &&

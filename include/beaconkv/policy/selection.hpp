@@ -132,9 +132,9 @@ template <CacheReader Cache>
 }
 
 /// As `select_head` for the one set of all heads, but tokens go in units: those between two of the ascending `boundaries`
-/// (positions). A unit with a slot that is no candidate or protected stays whole, and
-/// so does the one that no boundary ends yet. The unit with the lowest mean score goes
-/// first, of equal ones the newer, until no more than `keep` tokens are left. Returns how many could not go.
+/// (positions). A unit with a slot that is no candidate or protected stays whole, and so does the one that no boundary ends
+/// yet. The unit with the lowest mean score goes first, of equal ones the newer, until no more than `keep` tokens are left.
+/// Returns how many could not go.
 template <CacheReader Cache>
 [[nodiscard]] index_t select_units(const Cache& cache, std::span<const float> scores, Range candidates,
                                    std::span<const Range> ranges, std::span<const position_t> boundaries, index_t keep,

@@ -15,6 +15,7 @@
 #include "beaconkv/policy/realign.hpp"
 #include "beaconkv/sequence/draft_tokens.hpp"
 #include "beaconkv/sequence/evict_together.hpp"
+#include "beaconkv/sequence/layer_turns.hpp"
 #include "beaconkv/sequence/sequence_options.hpp"
 #include "beaconkv/sequence/sliced_eviction.hpp"
 
@@ -78,7 +79,7 @@ class Sequence {
   /// After how many more decoded tokens a layer will be due, at most `most`; 0: one is now. While tokens are tentative nothing
   /// evicts: with no more drafts than this, evictions come where they come without drafts. Ask while no token is tentative.
   [[nodiscard]] index_t tokens_until_due(index_t most) const {
-    if (std::find(waiting_.begin(), waiting_.end(), std::uint8_t{1}) != waiting_.end()) return 0;
+    if (turns_.any_waits()) return 0;
     for (index_t l = 0; l < (one_set_for_all ? 1 : num_layers()); ++l) most = policy(l).tokens_until_due(cache(l), most);
     return most;
   }
@@ -94,27 +95,28 @@ class Sequence {
   [[nodiscard]] Result<SequenceReport> evict_where_due(ExecutorT&& executor) {
     if (executor.num_workers() > static_cast<index_t>(works_.size()))
       return detail::invalid("executor has ", executor.num_workers(), " workers: options.workers = ", works_.size());
-    if (drafts_.size() > 0) return report_of(0);
+    if (drafts_.size() > 0) return report_of({});
     if constexpr (one_set_for_all) {
       return evict_all();
     } else {
       if (heads_per_step_ > 0) return evict_a_slice(executor);
-      const index_t count = pick_due();
+      note_due();
+      const std::span<const index_t> due = turns_.pick();
+      const auto count = static_cast<index_t>(due.size());
       if (count < executor.num_workers()) {  // rather the heads of a layer
-        for (index_t i = 0; i < count; ++i) {
-          const index_t l = due_[static_cast<std::size_t>(i)];
+        for (const index_t l : due) {
           const auto plan = [&](KeepPlan& out) { return policy(l).plan(cache(l), works_, out, executor); };
           steps_[static_cast<std::size_t>(l)] = evict_layer(l, works_[0], plan, executor);
         }
       } else {
-        executor.run(count, [this](index_t i, index_t worker) {
-          const index_t l = due_[static_cast<std::size_t>(i)];
+        executor.run(count, [this, due](index_t i, index_t worker) {
+          const index_t l = due[static_cast<std::size_t>(i)];
           Workspace& work = works_[static_cast<std::size_t>(worker)];
           const auto plan = [&](KeepPlan& out) { return policy(l).plan(cache(l), work, out); };
           steps_[static_cast<std::size_t>(l)] = evict_layer(l, work, plan, SerialExecutor{});
         });
       }
-      return report_of(count);
+      return report_of(due);
     }
   }
 
@@ -149,7 +151,7 @@ class Sequence {
                                              : policy(l).observe(queries, drafts_.position(l, i));
             !s)
           return s;
-        note_due(l);
+        turns_.note(l, policy(l), cache(l));
       }
     }
     drafts_.keep(0);
@@ -191,8 +193,7 @@ class Sequence {
       policy(l) = other.policy(l);
     }
     drafts_.copy_from(other.drafts_);
-    waiting_ = other.waiting_;
-    next_ = other.next_;
+    turns_.copy_from(other.turns_);
     slices_.copy_from(other.slices_);
     sliced_layer_ = other.sliced_layer_;
     return {};
@@ -221,8 +222,7 @@ class Sequence {
     std::move(copy.caches_.begin(), copy.caches_.end(), caches_.begin());
     drafts_.keep(0);
     slices_.stop();
-    waiting_ = copy.waiting_;
-    next_ = copy.next_;
+    turns_.copy_from(copy.turns_);
     return {};
   }
 
@@ -239,9 +239,7 @@ class Sequence {
         caches_(std::move(caches)),
         drafts_(num_layers(), widest(), options.max_draft_tokens),
         steps_(policies_.size()),
-        due_(policies_.size()),
-        waiting_(policies_.size()),
-        layers_per_step_(options.layers_per_step),
+        turns_(num_layers(), options.layers_per_step),
         heads_per_step_(options.heads_per_step),
         over_layers_(options.over_layers) {
     WorkspaceSize size;
@@ -287,27 +285,8 @@ class Sequence {
     return {};
   }
 
-  /// A schedule may say so once only: remembers it until the layer evicts.
-  void note_due(index_t layer) {
-    std::uint8_t& waits = waiting_[static_cast<std::size_t>(layer)];
-    waits = policy(layer).eviction_on() && (waits != 0 || policy(layer).due(cache(layer))) ? 1 : 0;
-  }
-  /// The layers that evict now, to `due_`: from where the last call stopped.
-  [[nodiscard]] index_t pick_due() {
-    const index_t most = layers_per_step_ > 0 ? layers_per_step_ : num_layers();
-    index_t count = 0;
-    index_t last = next_;
-    for (index_t i = 0; i < num_layers(); ++i) {
-      const index_t l = (next_ + i) % num_layers();
-      note_due(l);
-      if (waiting_[static_cast<std::size_t>(l)] == 0 || count == most) continue;
-      waiting_[static_cast<std::size_t>(l)] = 0;
-      due_[static_cast<std::size_t>(count++)] = l;
-      last = l;
-    }
-    if (layers_per_step_ > 0 && count > 0) next_ = (last + 1) % num_layers();
-    std::sort(due_.begin(), due_.begin() + count);
-    return count;
+  void note_due() {
+    for (index_t l = 0; l < num_layers(); ++l) turns_.note(l, policy(l), cache(l));
   }
 
   template <class MakePlan, class ExecutorT>
@@ -319,12 +298,13 @@ class Sequence {
     return {{}, *report, work.plan().unchanged_prefix()};
   }
 
-  [[nodiscard]] Result<SequenceReport> report_of(index_t count) const {
+  /// What became of these layers.
+  [[nodiscard]] Result<SequenceReport> report_of(std::span<const index_t> layers) const {
     SequenceReport total;
     for (const CacheT& c : caches_) total.unchanged_prefix = std::max(total.unchanged_prefix, c.num_tokens());
     Status first_error;
-    for (index_t i = 0; i < count; ++i) {
-      const Step& step = steps_[static_cast<std::size_t>(due_[static_cast<std::size_t>(i)])];
+    for (const index_t l : layers) {
+      const Step& step = steps_[static_cast<std::size_t>(l)];
       if (!step.status && first_error.ok()) first_error = step.status;
       total.unchanged_prefix = std::min(total.unchanged_prefix, step.unchanged_prefix);
       ++total.layers;
@@ -341,9 +321,9 @@ class Sequence {
       if (cache(l).num_tokens() != tokens)
         return detail::error(StatusCode::out_of_order, "layer ", l, " holds ", cache(l).num_tokens(), " tokens and layer 0 ",
                              tokens, ": they keep one set");
-    note_due(0);
-    const bool due = waiting_[0] != 0;
-    std::fill(waiting_.begin(), waiting_.end(), std::uint8_t{0});
+    turns_.note(0, policy(0), cache(0));
+    const bool due = turns_.waits(0);
+    turns_.clear();
     if (!due) return SequenceReport{.unchanged_prefix = tokens};
     return detail::evict_together(std::span(policies_), std::span(caches_), over_layers_, works_[0]);
   }
@@ -351,36 +331,30 @@ class Sequence {
   /// The next slice of the eviction that is in progress, or the first one of the next layer that is due.
   template <Executor ExecutorT>
   [[nodiscard]] Result<SequenceReport> evict_a_slice(ExecutorT& executor) {
-    for (index_t l = 0; l < num_layers(); ++l) note_due(l);
-    if (!waits(sliced_layer_)) slices_.stop();
+    note_due();
+    if (!turns_.waits(sliced_layer_)) slices_.stop();
     if (!slices_.active()) {
-      index_t ahead = 0;
-      while (ahead < num_layers() && !waits((next_ + ahead) % num_layers())) ++ahead;
-      if (ahead == num_layers()) return report_of(0);
-      sliced_layer_ = (next_ + ahead) % num_layers();
+      if (!turns_.any_waits()) return report_of({});
+      sliced_layer_ = turns_.next();
     }
     const index_t layer = sliced_layer_;
     if (!slices_.active() || !slices_.intact(cache(layer)))
       if (Status s = slices_.begin(policy(layer), cache(layer), works_[0]); !s) return s;
     if (!slices_.all_scored(policy(layer))) {
       if (Status s = slices_.advance(policy(layer), cache(layer), heads_per_step_, works_, executor); !s) return s;
-      return report_of(0);
+      return report_of({});
     }
     steps_[static_cast<std::size_t>(layer)] = evict_layer(
         layer, works_[0], [&](KeepPlan& plan) { return slices_.plan(policy(layer), cache(layer), works_[0], plan); }, executor);
     slices_.stop();
-    waiting_[static_cast<std::size_t>(layer)] = 0;
-    next_ = (layer + 1) % num_layers();
-    due_[0] = layer;
-    return report_of(1);
+    turns_.evicted(layer);
+    return report_of(std::span(&layer, 1));
   }
-  [[nodiscard]] bool waits(index_t layer) const noexcept { return waiting_[static_cast<std::size_t>(layer)] != 0; }
 
   template <class Archive>
   void exchange_state(Archive& archive) {
     archive.expect("layers", num_layers());
-    archive.value("next layer to evict", next_, 0, num_layers() - 1);
-    archive.array("layers that wait for their turn", std::span(waiting_));
+    turns_.exchange(archive);
     for (PolicyT& p : policies_) p.exchange(archive);
     for (CacheT& c : caches_) c.exchange_books(archive);
   }
@@ -400,14 +374,11 @@ class Sequence {
   std::vector<index_t> model_layers_{};
   std::vector<Workspace> works_{};  // of each worker; the layers take turns
   std::vector<Step> steps_;         // of each layer, of the last eviction
-  std::vector<index_t> due_;
-  std::vector<std::uint8_t> waiting_;  // whether each layer is to evict when its turn comes
-  index_t layers_per_step_;
+  detail::LayerTurns turns_;
   index_t heads_per_step_;
   Reduce over_layers_;
   detail::SlicedEviction<PolicyT, CacheT> slices_;  // of the layer below, where heads_per_step_ is set
   index_t sliced_layer_ = 0;
-  index_t next_ = 0;
 };
 
 }  // namespace beaconkv::inline v0

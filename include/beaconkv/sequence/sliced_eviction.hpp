@@ -20,7 +20,7 @@ class SlicedEviction {
   /// Room for no eviction.
   SlicedEviction() = default;
   /// Room for an eviction of any of these policies over caches of up to `capacity` tokens.
-  SlicedEviction(std::span<const PolicyT> policies, index_t capacity) {
+  SlicedEviction(std::span<const PolicyT> policies, index_t capacity) : capacity_(capacity) {
     index_t heads = 0, queries = 0, positions = 0;
     for (const PolicyT& policy : policies) {
       const index_t rows = policy.shape().query_heads * policy.observer().max_rows();
@@ -37,8 +37,12 @@ class SlicedEviction {
   [[nodiscard]] bool active() const noexcept { return active_; }
   void stop() noexcept { active_ = false; }
 
+  /// Takes down what the policy would score with now. Refused where the cache holds more than there is room for.
   [[nodiscard]] Status begin(const PolicyT& policy, const CacheT& cache, Workspace& work) {
     active_ = false;
+    if (cache.num_tokens() > capacity_)
+      return error(StatusCode::out_of_capacity, "a layer holds ", cache.num_tokens(),
+                   " tokens: options.capacity = ", capacity_);
     rows_ = policy.observer().rows();
     const auto rows = static_cast<std::size_t>(policy.shape().query_heads * rows_);
     const auto dim = static_cast<std::size_t>(policy.shape().head_dim);
@@ -102,9 +106,9 @@ class SlicedEviction {
     });
   }
 
-  /// The same eviction at the same point, for a fork. Precondition: there is room.
+  /// The same eviction at the same point, for a fork; none where there is no room for it.
   void copy_from(const SlicedEviction& other) noexcept {
-    if (!other.active_ || heads_.empty()) return stop();
+    if (!other.active_ || heads_.empty() || other.stride_ > capacity_) return stop();
     std::copy(other.heads_.begin(), other.heads_.end(), heads_.begin());
     std::copy(other.queries_.begin(), other.queries_.end(), queries_.begin());
     std::copy(other.positions_.begin(), other.positions_.end(), positions_.begin());
@@ -136,6 +140,7 @@ class SlicedEviction {
   std::vector<float> scores_;  // [heads][stride_]
   std::vector<float> queries_;
   std::vector<position_t> positions_;
+  index_t capacity_ = 0;
   index_t rows_ = 0;  // of each query head
   index_t stride_ = 0;
   index_t done_ = 0;  // heads
