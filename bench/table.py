@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 # beaconkv: KV-cache eviction policies. SPDX-License-Identifier: MIT
-"""The rows of two builds side by side, as the table of README.md.
+"""The rows of two builds side by side, as in README.md and bench/README.md.
 
-bench/table.py plain.json native.json    # what `bench_targets --json` wrote in each build
+bench/table.py plain.json native.json [ROW...]    # what `bench_targets --json` wrote in each build; default: all rows
 """
 import json
 import sys
@@ -25,16 +25,21 @@ def target(row):
 
 def main():
     builds = []
-    for path in sys.argv[1:]:
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
+    for path in sys.argv[1:3]:
         with open(path, encoding="utf-8") as file:
             builds.append(json.load(file))
-    if len(builds) != 2:
-        sys.exit(__doc__)
+    wanted = sys.argv[3:]
     plain, native = ({row["name"]: row for row in build["rows"]} for build in builds)
     for build in builds:
         print(f"{build['cpu']}, {build['compiler']}, `{build['flags']}`, kernels: {build['instruction_set']}  ")
     print("\n| row | target | plain | native |\n|---|---|---|---|")
+    if unknown := [name for name in wanted if name not in plain]:
+        sys.exit(f"no such row: {', '.join(unknown)}")
     for name, row in plain.items():
+        if wanted and name not in wanted:
+            continue
         other = native.get(name)
         bound = target(row)
         if other is not None and target(other) != bound:
@@ -42,7 +47,7 @@ def main():
         print(f"| {name} | {bound} | {shown(row)} | {shown(other) if other else ''} |")
 
     rate = f"scoring/rate/{builds[0]['instruction_set']}"
-    if rate in plain and rate in native:
+    if not wanted and rate in plain and rate in native:
         share = 100 * plain[rate]["measured"] / native[rate]["measured"]
         print(f"\nPlain build with dispatch / native, rate of scoring: {share:.0f} % (target: >= 85 %)")
 

@@ -188,6 +188,52 @@ TEST_CASE("A slice whose cache was evicted, loaded or pinned meanwhile does no h
   REQUIRE(calls_until_done() == 5);
 }
 
+TEST_CASE("Slices evict where tokens that come meanwhile leave no room in the budget") {
+  Random random;
+  CAPTURE(random.seed());
+  const Shape shape{.query_heads = 8, .kv_heads = 4, .head_dim = 16};
+  const BeaconKV<> policy(
+      shape, {.budget = {.max = 24, .min = 20}, .n_beacon = 4, .n_recent_queries = 3, .n_recent_kv = 17, .n_prefix = 0},
+      small_rope());
+  Layers<BeaconKV<>> s(policy, 1, {.capacity = 48, .sequence = {.heads_per_step = 1}});
+  LayerStreams streams(random, 1, shape);
+  index_t evictions = 0;
+  for (position_t p = 0; p < 200; ++p) {
+    decode(*s, streams.next(p));
+    evictions += evict_due(*s).layers;
+    REQUIRE(s->cache(0).num_tokens() < 36);
+  }
+  REQUIRE(evictions > 10);
+}
+
+TEST_CASE("Slices refuse what scoring refuses, and begin anew where RoPE changes") {
+  Random random;
+  CAPTURE(random.seed());
+  const Shape shape{.query_heads = 8, .kv_heads = 4, .head_dim = 16};
+  LayerStreams streams(random, 1, shape);
+  const auto fill = [&](auto& s) {
+    for (position_t p = 0; p < small_budget + 8; ++p) decode(s, streams.next(p));
+  };
+  Layers<BeaconKV<>> unrotated(wide_beaconkv(), 1,
+                               {.capacity = 64, .mode = PositionMode::unrotated_keys, .sequence = {.heads_per_step = 1}});
+  fill(*unrotated);
+  check_error(unrotated->evict_where_due().status(), StatusCode::unsupported, {"not rotated"});
+  REQUIRE(unrotated->cache(0).num_tokens() == small_budget + 8);
+
+  Layers<BeaconKV<>> s(wide_beaconkv(), 1, {.capacity = 64, .sequence = {.heads_per_step = 1}});
+  fill(*s);
+  for (index_t i = 0; i < 2; ++i) REQUIRE(evict_due(*s).layers == 0);
+  const RopeTable longer({.head_dim = 16, .theta = 500000});
+  require_ok(switch_rope(s->cache(0), *s->policy(0).rope(), longer, s->workspace()));
+  require_ok(s->policy(0).set_rope(longer));
+  const std::vector<std::vector<position_t>> expected = expected_positions(s->policy(0), s->cache(0), 0);
+  index_t calls = 1;
+  while (evict_due(*s).layers == 0) REQUIRE(++calls < 20);
+  REQUIRE(calls == 5);
+  for (index_t h = 0; h < shape.kv_heads; ++h)
+    for (index_t j = 0; j < s->cache(0).num_tokens(); ++j) REQUIRE(s->cache(0).position(h, j) == expected[at(h)][at(j)]);
+}
+
 TEST_CASE("Slices are refused by name where scores are formed together") {
   using Sliced = Sequence<BeaconKV<>, PlaneCache<float>>;
   OwningCache<float> cache(small_shape, 64);

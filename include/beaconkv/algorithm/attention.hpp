@@ -207,8 +207,9 @@ inline void pool_in_place(std::span<float> scores, const Pool& pool, std::span<f
 /// \param pooled the part of the domain that the pool smooths, as if nothing stood beside it; the rest is left as it is.
 ///
 /// A row that sees no key contributes 0; it still counts as a row in a mean. A key with a NaN or infinity gets the score NaN
-/// and no weight; a query row with one has no weight. Both are counted. Float arithmetic, sums in a fixed order; no allocation.
-/// O(group * rows * keys * dim). Errors: bad options, sizes that do not match, `work` too small.
+/// and no weight; a query row with one has no weight. Both are counted. A finite row does not see a finite key whose product
+/// with it leaves the range of float. Float arithmetic, sums in a fixed order; no allocation. O(group * rows * keys * dim).
+/// Errors: bad options, sizes that do not match, `work` too small.
 template <class Keys>
 [[nodiscard]] Result<ScoreReport> attention_scores(const Keys& keys, const AttentionQueries& queries, Range domain,
                                                    Range pooled, const AttentionOptions& options, std::span<float> out,
@@ -283,7 +284,7 @@ template <class Keys>
       out[j] = options.over_heads == Reduce::max ? std::max(out[j], scratch.column[j]) : out[j] + scratch.column[j];
   }
   if (options.over_heads == Reduce::mean)
-    for (float& x : out) x /= static_cast<float>(kept.heads);
+    for (float& x : out) x *= 1.0F / static_cast<float>(kept.heads);  // under -ffast-math quotients of equals may differ
   if (options.pool_stage == PoolStage::kv_head) detail::pool_in_place(poolable(out), options.pool, scratch.pooled);
 
   for (std::size_t j = 0; j < out.size(); ++j)

@@ -49,7 +49,7 @@ inline void pool_scores(std::span<const float> in, const Pool& pool, std::span<f
       value = pool.kind == PoolKind::max ? std::max(value, x) : value + x;
     }
     out[static_cast<std::size_t>(i)] =
-        pool.kind == PoolKind::average ? value / static_cast<float>(pool.active() ? pool.kernel : 1) : value;
+        pool.kind == PoolKind::average ? value * (1.0F / static_cast<float>(pool.active() ? pool.kernel : 1)) : value;
   }
 }
 

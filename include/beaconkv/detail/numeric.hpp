@@ -30,8 +30,8 @@ namespace beaconkv::inline v0::detail {
     Int4 a, b;
     load(a, x + i);
     load(b, x + i + 4);
-    low |= (a & 0x7F800000) + 0x00800000;  // negative for an exponent of all ones
-    high |= (b & 0x7F800000) + 0x00800000;
+    low |= ~((a & 0x7F800000) - 0x7F800000);  // negative for an exponent of all ones
+    high |= ~((b & 0x7F800000) - 0x7F800000);
   }
   const Int4 bad = low | high;
   if ((bad[0] | bad[1] | bad[2] | bad[3]) < 0) return false;

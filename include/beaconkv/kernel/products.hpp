@@ -121,7 +121,7 @@ struct Products {
       BEACONKV_UNROLL for (index_t v = 0; v < registers; ++v) {
         I bits;
         bits_of(bits, sum[j][v]);
-        bad |= (bits & 0x7F800000) + 0x00800000;  // negative for an exponent of all ones
+        bad |= ~((bits & 0x7F800000) - 0x7F800000);  // negative for an exponent of all ones
         store(out + j * rows + v * Isa::width, sum[j][v]);
       }
     }

@@ -107,7 +107,7 @@ BEACONKV_KERNEL void mask_negative(I& mask, const I& x) noexcept {
 /// All ones in each lane where `x` is not 0, else zeros.
 template <class I>
 BEACONKV_KERNEL void mask_not_zero(I& mask, const I& x) noexcept {
-  mask = (x | -x) >> 31;
+  mask = (x | -(x & INT32_MAX)) >> 31;
 }
 /// `out[i] = mask[i] ? a[i] : b[i]`.
 template <class V, class M>

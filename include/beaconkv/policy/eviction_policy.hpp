@@ -126,8 +126,11 @@ class EvictionPolicy : public PolicyScoring<ObserverT, ScorerT, ScheduleT> {
       const index_t target = schedule_.target(state);
       if (target >= state.tokens) continue;
       anything_to_do = true;
-      const index_t fixed = state.tokens - detail::num_open(cache, h, candidates(h), rules_.protected_ranges());
-      if (fixed > target)
+      const Range competing = candidates(h);
+      const index_t fixed = state.tokens - detail::num_open(cache, h, competing, rules_.protected_ranges());
+      const index_t newer =
+          std::max<index_t>(0, state.tokens - state.recent - competing.last);  // than the scores: not held against it
+      if (fixed - newer > target)
         return detail::invalid("the budget keeps ", target, " of ", state.tokens, " tokens, but ", fixed,
                                " are protected (prefix ", state.prefix, ", n_recent_kv ", state.recent, ", ranges ",
                                rules_.protected_ranges().size(), ")");

@@ -117,6 +117,14 @@ class PolicyScoring : public PolicyState<ObserverT, ScorerT, ScheduleT> {
   /// Whether a head's scores depend on this head alone.
   [[nodiscard]] bool scores_by_head() const noexcept { return !detail::needs_all_heads(scorer_); }
 
+  /// What `score` would refuse: a cache of another shape or position mode, too small a workspace.
+  template <CacheReader Cache>
+  [[nodiscard]] Status check_scoring(const Cache& cache, const Workspace& work) const {
+    if (Status s = check_cache(cache); !s) return s;
+    if (Status s = check_rotary(cache); !s) return s;
+    return work.require(score_workspace_size(cache.num_tokens()));
+  }
+
   /// The queries that `score` would look with now, as they look at the keys of `cache`: `queries`
   /// `[query_heads][observer().rows()][head_dim]`, `positions` `[query_heads][rows]`.
   template <CacheReader Cache>
@@ -206,8 +214,7 @@ class PolicyScoring : public PolicyState<ObserverT, ScorerT, ScheduleT> {
   template <CacheReader Cache>
   [[nodiscard]] Status check_before_scoring(const Cache& cache, const ScoreMatrix& out, const Workspace& work) const {
     if (Status s = check_scores(cache, out, false); !s) return s;
-    if (Status s = check_rotary(cache); !s) return s;
-    return work.require(score_workspace_size(cache.num_tokens()));
+    return check_scoring(cache, work);
   }
 
   /// Scratch for the queries and the positions of `rows` rows of every query head.

@@ -32,7 +32,8 @@ struct ScoreMatrix {
 ///   of every head; it may read everything in the cache. Counts non-finite rows. Const: no state of its own changes.
 /// * `workspace_size(shape, rows, tokens)`: the most scratch that `score` takes from `work`.
 /// * optional `needs_all_heads()`: true where a head's scores depend on other heads, which a ragged cache cannot offer. Others
-///   may be asked for one head at a time, as if it were a layer, and for several on as many threads.
+///   may be asked for one head at a time, as if it were a layer, and for several on as many threads; which head it is tells
+///   `observations.first_query_head`, the first query head of its group.
 /// * optional `commit(plan, shape)`: follows an applied plan with per-slot state; `state_bytes()` reports its size.
 template <class S, class Cache>
 concept Scorer = CacheReader<Cache> && std::copyable<S> &&
@@ -137,7 +138,7 @@ struct AttentionScorer {
         else
           shared = attention.over_heads == Reduce::max ? std::max(shared, score) : shared + score;
       }
-      first[j] = attention.over_heads == Reduce::mean ? shared / static_cast<float>(out.heads) : shared;
+      first[j] = attention.over_heads == Reduce::mean ? shared * (1.0F / static_cast<float>(out.heads)) : shared;
     }
     if (attention.pool_stage == PoolStage::kv_head)
       detail::pool_in_place(

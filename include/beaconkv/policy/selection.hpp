@@ -210,7 +210,8 @@ inline void reduce_heads(ScoreMatrix scores, Reduce how) noexcept {
     for (std::size_t j = 0; j < first.size(); ++j)
       first[j] = how == Reduce::max ? detail::max_or_nan(first[j], scores.row(h)[j]) : first[j] + scores.row(h)[j];
   if (how == Reduce::mean)
-    for (float& x : first) x /= static_cast<float>(scores.heads);
+    for (float& x : first)
+      x *= 1.0F / static_cast<float>(scores.heads);  // a quotient may have other bits at the end of a vector
 }
 
 /// What a selection has to respect beside the scores: protected positions and boundaries of units.

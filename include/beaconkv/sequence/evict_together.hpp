@@ -42,7 +42,7 @@ template <class PolicyT, CacheBuffer CacheT>
       sum[j] = l == 0 ? own[j] : (over_layers == Reduce::max ? max_or_nan(sum[j], own[j]) : sum[j] + own[j]);
   }
   if (over_layers == Reduce::mean)
-    for (float& x : shared.row(0)) x /= static_cast<float>(policies.size());
+    for (float& x : shared.row(0)) x *= 1.0F / static_cast<float>(policies.size());
   KeepPlan& plan = work.plan();
   if (Status s = policies[0].select(caches[0], shared, work, plan); !s) return s;
   total.unchanged_prefix = plan.unchanged_prefix();

@@ -338,7 +338,7 @@ class Sequence {
       sliced_layer_ = turns_.next();
     }
     const index_t layer = sliced_layer_;
-    if (!slices_.active() || !slices_.intact(cache(layer)))
+    if (!slices_.active() || !slices_.intact(policy(layer), cache(layer)))
       if (Status s = slices_.begin(policy(layer), cache(layer), works_[0]); !s) return s;
     if (!slices_.all_scored(policy(layer))) {
       if (Status s = slices_.advance(policy(layer), cache(layer), heads_per_step_, works_, executor); !s) return s;

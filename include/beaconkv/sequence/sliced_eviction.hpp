@@ -43,6 +43,7 @@ class SlicedEviction {
     if (cache.num_tokens() > capacity_)
       return error(StatusCode::out_of_capacity, "a layer holds ", cache.num_tokens(),
                    " tokens: options.capacity = ", capacity_);
+    if (Status s = policy.check_scoring(cache, work); !s) return s;
     rows_ = policy.observer().rows();
     const auto rows = static_cast<std::size_t>(policy.shape().query_heads * rows_);
     const auto dim = static_cast<std::size_t>(policy.shape().head_dim);
@@ -52,8 +53,10 @@ class SlicedEviction {
     for (index_t h = 0; h < policy.shape().kv_heads; ++h) {
       const index_t tokens = tokens_of(cache, h);
       heads_[static_cast<std::size_t>(h)] = {tokens, policy.candidates_of(cache, h),
-                                             tokens > 0 ? cache.position(h, tokens - 1) : 0};
+                                             tokens > 0 ? cache.position(h, tokens - 1) : 0,
+                                             tokens > 0 ? rotary_position_of(cache, h, tokens - 1) : 0};
     }
+    rope_ = frequencies_of(policy);
     stride_ = cache.num_tokens();
     done_ = 0;
     num_non_finite_ = 0;
@@ -61,11 +64,14 @@ class SlicedEviction {
     return {};
   }
 
-  /// Whether every token that was there when it began still is where it was.
-  [[nodiscard]] bool intact(const CacheT& cache) const noexcept {
-    for (index_t h = 0; h < cache.num_kv_heads(); ++h) {
+  /// Whether every token that was there when it began still is where it was, and is turned as the queries are.
+  [[nodiscard]] bool intact(const PolicyT& policy, const CacheT& cache) const noexcept {
+    if (rope_ != frequencies_of(policy)) return false;
+    for (index_t h = 0; h < policy.shape().kv_heads; ++h) {
       const Head& head = heads_[static_cast<std::size_t>(h)];
-      if (tokens_of(cache, h) < head.tokens || (head.tokens > 0 && cache.position(h, head.tokens - 1) != head.last_position))
+      if (tokens_of(cache, h) < head.tokens) return false;
+      if (head.tokens > 0 && (cache.position(h, head.tokens - 1) != head.last_position ||
+                              rotary_position_of(cache, h, head.tokens - 1) != head.last_rotary_position))
         return false;
     }
     return true;
@@ -113,6 +119,7 @@ class SlicedEviction {
     std::copy(other.queries_.begin(), other.queries_.end(), queries_.begin());
     std::copy(other.positions_.begin(), other.positions_.end(), positions_.begin());
     std::copy_n(other.scores_.begin(), other.stride_ * static_cast<index_t>(other.heads_.size()), scores_.begin());
+    rope_ = other.rope_;
     rows_ = other.rows_;
     stride_ = other.stride_;
     done_ = other.done_;
@@ -125,7 +132,17 @@ class SlicedEviction {
     index_t tokens = 0;
     Range candidates{};
     position_t last_position = 0;
+    position_t last_rotary_position = 0;
   };
+
+  [[nodiscard]] static position_t rotary_position_of(const CacheT& cache, index_t head, index_t slot) noexcept {
+    if constexpr (requires { cache.rotary_position(head, slot); }) return cache.rotary_position(head, slot);
+    return cache.position(head, slot);
+  }
+  /// What tells one RoPE table from another.
+  [[nodiscard]] static const double* frequencies_of(const PolicyT& policy) noexcept {
+    return policy.rope() == nullptr ? nullptr : policy.rope()->inv_freq().data();
+  }
 
   [[nodiscard]] std::span<float> row(index_t head) noexcept {
     return std::span(scores_).subspan(static_cast<std::size_t>(head * stride_),
@@ -141,7 +158,8 @@ class SlicedEviction {
   std::vector<float> queries_;
   std::vector<position_t> positions_;
   index_t capacity_ = 0;
-  index_t rows_ = 0;  // of each query head
+  const double* rope_ = nullptr;  // whose frequencies turned the queries
+  index_t rows_ = 0;              // of each query head
   index_t stride_ = 0;
   index_t done_ = 0;  // heads
   index_t num_non_finite_ = 0;
