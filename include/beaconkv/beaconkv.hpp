@@ -34,6 +34,7 @@
 #include "beaconkv/memory/codec.hpp"
 #include "beaconkv/memory/compact.hpp"
 #include "beaconkv/memory/decode_rows.hpp"
+#include "beaconkv/memory/encode_rows.hpp"
 #include "beaconkv/memory/layouts.hpp"
 #include "beaconkv/memory/owning_cache.hpp"
 #include "beaconkv/memory/paging.hpp"
