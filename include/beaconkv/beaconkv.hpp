@@ -11,6 +11,7 @@
 #include "beaconkv/algorithm/pooling.hpp"
 #include "beaconkv/algorithm/rope.hpp"
 #include "beaconkv/algorithm/rope_options.hpp"
+#include "beaconkv/algorithm/row_turner.hpp"
 #include "beaconkv/algorithm/top_k.hpp"
 #include "beaconkv/archive.hpp"
 #include "beaconkv/config.hpp"
