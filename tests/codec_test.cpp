@@ -2,9 +2,11 @@
 #include "beaconkv/memory/codec.hpp"
 
 #include <cmath>
+#include <cstring>
+#include <span>
 #include <vector>
 
-#include "beaconkv/memory/decode_rows.hpp"
+#include "beaconkv/memory/encode_rows.hpp"
 #include "support/check.hpp"
 #include "support/instruction_sets.hpp"
 #include "support/random.hpp"
@@ -292,6 +294,86 @@ TEST_CASE("Many blocks of q8_0 decode to the same bits as one") {
   std::vector<float> expected(numbers.size());
   for (std::size_t b = 0; b < stored.size(); ++b) decode_block(stored[b], expected.data() + b * 32);
   CHECK(same_bits(out, expected));
+}
+
+/// What a row encodes to, by `encode` alone.
+template <class T>
+std::vector<T> encoded_one_by_one(std::span<const float> in, float factor) {
+  std::vector<T> out;
+  for (const float x : in) out.push_back(encode<T>(factor > 0 ? (takes_scale<T> ? x * factor : x) : 0.0F));
+  return out;
+}
+
+template <class T>
+index_t num_different(const std::vector<T>& a, const std::vector<T>& b) {
+  index_t different = 0;
+  for (std::size_t i = 0; i < a.size(); ++i) different += std::memcmp(&a[i], &b[i], sizeof(T)) == 0 ? 0 : 1;
+  return different;
+}
+
+/// Floats from all over their range, then those around every number of the type and every middle between two.
+template <class T>
+std::vector<float> hard_to_encode() {
+  std::vector<float> out;
+  if constexpr (std::is_same_v<T, std::int8_t>) {
+    for (int halves = -254; halves <= 254; ++halves) {
+      const float x = 0.5F * static_cast<float>(halves);
+      for (const float y : {x, std::nextafter(x, 0.0F), halves == 0 ? -0.0F : x * 0.999F}) out.push_back(y);
+    }
+    return out;
+  }
+  for (std::uint64_t bits = 0; bits < 0x100000000U; bits += 4093) out.push_back(float_of(static_cast<std::uint32_t>(bits)));
+  const unsigned codes = sizeof(T) == 1 ? 256 : 65536;
+  for (unsigned code = 0; code < codes; ++code) {
+    const std::uint32_t bits = bits_of(decode(stored_with<T>(code)));
+    const std::uint32_t next = bits_of(decode(stored_with<T>(code + 1 == codes ? code : code + 1)));
+    const std::uint32_t middle = bits / 2 + next / 2 + (bits & next & 1U);
+    for (const std::uint32_t x : {bits, middle, bits_of((decode(stored_with<T>(code)) + float_of(next)) / 2)})
+      for (const std::uint32_t y : {x - 1, x, x + 1}) out.push_back(float_of(y));
+  }
+  return out;
+}
+
+TEMPLATE_TEST_CASE("Rows encode to the same bits as one number", "", float16, bfloat16, float8_e4m3, float8_e5m2, std::int8_t) {
+  const ForcedSet set(GENERATE(from_range(supported_sets())));
+  const std::vector<float> numbers = hard_to_encode<TestType>();
+  for (const float factor : {1.0F, 0.37F, 0.0F}) {
+    CAPTURE(factor);
+    std::vector<TestType> out(numbers.size());
+    detail::run<detail::EncodeRow<TestType>>(numbers.data(), static_cast<index_t>(numbers.size()), factor, out.data());
+    CHECK(num_different(out, encoded_one_by_one<TestType>(numbers, factor)) == 0);
+  }
+  for (index_t n = 0; n <= 67; ++n) {  // and nothing behind the row
+    const auto size = static_cast<std::size_t>(n);
+    std::vector<TestType> out(size + 1, encode<TestType>(77.0F));
+    detail::run<detail::EncodeRow<TestType>>(numbers.data() + 5, n, 0.5F, out.data());
+    const TestType last = out.back();
+    out.pop_back();
+    REQUIRE(num_different(out, encoded_one_by_one<TestType>(std::span(numbers).subspan(5, size), 0.5F)) == 0);
+    REQUIRE(last == encode<TestType>(77.0F));
+  }
+}
+
+TEST_CASE("Blocks of q8_0 encode to the same bits as one, and the scale of a row is that of its numbers") {
+  Random random;
+  CAPTURE(random.seed());
+  const ForcedSet set(GENERATE(from_range(supported_sets())));
+  std::vector<float> numbers = random.normals(20 * 96);
+  for (std::size_t i = 0; i < 96; ++i) numbers[i] *= 1e-41F;  // too small for a scale
+  for (std::size_t i = 96; i < 128; ++i) numbers[i] = -0.0F;
+  numbers[130] = nan_float();
+  numbers[200] = -infinity_float();
+  std::vector<q8_0> out(numbers.size() / 32);
+  detail::run<detail::EncodeRow<q8_0>>(numbers.data(), static_cast<index_t>(numbers.size()), 1.0F, out.data());
+  std::vector<q8_0> expected;
+  for (std::size_t b = 0; b < numbers.size(); b += 32) expected.push_back(encode_block(numbers.data() + b));
+  CHECK(num_different(out, expected) == 0);
+  for (index_t first : {0, 90, 120, 190, 250})
+    for (index_t n = 0; n <= 67; ++n) {
+      std::int32_t top = -1;
+      detail::run<detail::LargestMagnitude>(numbers.data() + first, n, &top);
+      REQUIRE(bits_of(detail::scale_from(top, 127.0F)) == bits_of(detail::scale_for(numbers.data() + first, n, 127.0F)));
+    }
 }
 
 }  // namespace

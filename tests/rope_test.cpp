@@ -1,5 +1,5 @@
 // beaconkv: KV-cache eviction policies. SPDX-License-Identifier: MIT
-#include "beaconkv/algorithm/rope.hpp"
+#include "beaconkv/algorithm/row_turner.hpp"
 
 #include <limits>
 #include <string>
@@ -593,6 +593,61 @@ TEST_CASE("Rows at consecutive positions, and of several heads, are the same bit
       REQUIRE(same_bits(run, single));
     }
   }
+}
+
+TEST_CASE("Rows that turn by deltas of their own are the same bits as one by one, in place and on their way") {
+  Random random;
+  CAPTURE(random.seed());
+  const RopeLayout layout = GENERATE(RopeLayout::half, RopeLayout::interleaved);
+  for (const index_t rotary : {2, 30, 128, 144})
+    for (const index_t first : {0, 3}) {
+      RopeOptions o = options(rotary + 2 * first, layout);
+      o.rotary_first = first;
+      o.rotary_dim = rotary;
+      const RopeTable table(o);
+      const auto dim = static_cast<std::size_t>(table.head_dim());
+      const index_t count = random.integer(1, 200);
+      std::vector<position_t> deltas;
+      position_t delta = random.coin() ? -1 : 100000;
+      for (index_t i = 0; i < count; ++i) {
+        deltas.push_back(delta);
+        if (random.integer(0, 3) == 0) delta += random.coin() ? -1 : 256;  // 256 apart: only one of the two is remembered
+        if (random.integer(0, 40) == 0) delta = 0;
+      }
+      const std::vector<float> rows = random.normals(count * table.head_dim());
+      std::vector<float> scratch(static_cast<std::size_t>(rotary));
+      Workspace work(detail::RowTurner::workspace_size(rotary));
+      CAPTURE(rotary, first, count);
+      for_each_instruction_set([&](InstructionSet) {
+        std::vector<float> expected = rows;
+        for (std::size_t i = 0; i < deltas.size(); ++i)
+          if (deltas[i] != 0) table.apply(table.rotation(deltas[i], scratch), expected.data() + i * dim);
+        const Workspace::Frame frame(work);
+        detail::RowTurner turner(table, work);
+        for (const std::size_t by : {std::size_t{0}, std::size_t{1}, std::size_t{70}}) {
+          std::vector<float> memory(by * dim, 7.0F);
+          memory.insert(memory.end(), rows.begin(), rows.end());
+          const auto stride = static_cast<index_t>(dim);
+          for (std::size_t i = 0; i < deltas.size();) {
+            float* const in = memory.data() + (i + by) * dim;
+            float* const out = memory.data() + i * dim;
+            if (deltas[i] == 0) {
+              std::copy_n(in, dim, out);
+              ++i;
+              continue;
+            }
+            const index_t left = count - static_cast<index_t>(i);
+            const index_t n =
+                turner.turn(in, stride, out, stride, left, [&](index_t j) { return deltas[i + static_cast<std::size_t>(j)]; });
+            REQUIRE((1 <= n && n <= left));
+            i += static_cast<std::size_t>(n);
+          }
+          memory.resize(rows.size());
+          REQUIRE(same_bits(memory, expected));
+        }
+      });
+      REQUIRE(work.peak() == detail::RowTurner::workspace_size(rotary).bytes);
+    }
 }
 
 TEST_CASE("Copies of a table share what it stores") {

@@ -77,6 +77,8 @@ struct SplitDelta {
   bool back;
 };
 
+class RowTurner;
+
 }  // namespace detail
 
 /// The rotation of one layer, ready to use. A small value that shares its tables with its copies: copy it freely, one for each
@@ -147,6 +149,7 @@ class RopeTable {
 
  private:
   friend class RopeCursor;
+  friend class detail::RowTurner;
 
   [[nodiscard]] const double* stored(bool coarse, index_t i) const noexcept {
     return tables_->row((coarse ? detail::rotation_step : 0) + i);
@@ -208,12 +211,7 @@ class RopeCursor {
     const auto n = static_cast<std::size_t>(table_->pairs());
     const RopeRotation rotation{rotation_.first(n), rotation_.last(n)};
     if (any_ && delta == last_) return rotation;
-    const detail::SplitDelta split(delta);
-    detail::RotationPart coarse{coarse_.data(), coarse_.data() + coarse_.size() / 2};
-    if (split.coarse_is_stored() || split.coarse != formed_)
-      coarse = table_->coarse_part(split, 0, table_->pairs(), coarse_.data(), static_cast<index_t>(coarse_.size() / 2));
-    if (!split.coarse_is_stored()) formed_ = split.coarse;
-    table_->compose(split, coarse, 0, table_->pairs(), rotation_.data(), rotation_.data() + n);
+    form(delta, rotation_.data());
     last_ = delta;
     any_ = true;
     return rotation;
@@ -221,9 +219,19 @@ class RopeCursor {
   [[nodiscard]] const RopeTable& table() const noexcept { return *table_; }
 
  private:
+  friend class detail::RowTurner;
   friend WorkspaceSize rope_cursor_workspace_size(index_t rotary_dim);
   [[nodiscard]] static index_t padded(index_t rotary_dim) noexcept {
     return (rotary_dim / 2 + detail::rotation_padding - 1) / detail::rotation_padding * detail::rotation_padding;
+  }
+  /// Writes cosines, then sines.
+  void form(position_t delta, float* out) noexcept {
+    const detail::SplitDelta split(delta);
+    detail::RotationPart coarse{coarse_.data(), coarse_.data() + coarse_.size() / 2};
+    if (split.coarse_is_stored() || split.coarse != formed_)
+      coarse = table_->coarse_part(split, 0, table_->pairs(), coarse_.data(), static_cast<index_t>(coarse_.size() / 2));
+    if (!split.coarse_is_stored()) formed_ = split.coarse;
+    table_->compose(split, coarse, 0, table_->pairs(), out, out + table_->pairs());
   }
 
   const RopeTable* table_;

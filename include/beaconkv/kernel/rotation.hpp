@@ -90,146 +90,182 @@ struct RowsToTurn {
   float factor;    ///< multiplies cosines and sines
 };
 
-/// The even and the odd numbers of two vectors.
-BEACONKV_KERNEL void split_pairs(Float4& even, Float4& odd, const Float4& a, const Float4& b) noexcept {
-  even = __builtin_shufflevector(a, b, 0, 2, 4, 6);
-  odd = __builtin_shufflevector(a, b, 1, 3, 5, 7);
+/// Cosines and sines of pairs for both of their numbers; sines with the sign of the number they are added to.
+BEACONKV_KERNEL void spread_pairs(Float4& low, Float4& high, const Float4& x) noexcept {
+  low = __builtin_shufflevector(x, x, 0, 0, 1, 1);
+  high = __builtin_shufflevector(x, x, 2, 2, 3, 3);
 }
-BEACONKV_KERNEL void split_pairs(Float8& even, Float8& odd, const Float8& a, const Float8& b) noexcept {
-  even = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14);
-  odd = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
+BEACONKV_KERNEL void spread_pairs(Float8& low, Float8& high, const Float8& x) noexcept {
+  low = __builtin_shufflevector(x, x, 0, 0, 1, 1, 2, 2, 3, 3);
+  high = __builtin_shufflevector(x, x, 4, 4, 5, 5, 6, 6, 7, 7);
 }
-BEACONKV_KERNEL void split_pairs(Float16& even, Float16& odd, const Float16& a, const Float16& b) noexcept {
-  even = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-  odd = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+BEACONKV_KERNEL void spread_pairs(Float16& low, Float16& high, const Float16& x) noexcept {
+  low = __builtin_shufflevector(x, x, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+  high = __builtin_shufflevector(x, x, 8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15);
 }
-/// The inverse.
-BEACONKV_KERNEL void join_pairs(Float4& a, Float4& b, const Float4& even, const Float4& odd) noexcept {
-  a = __builtin_shufflevector(even, odd, 0, 4, 1, 5);
-  b = __builtin_shufflevector(even, odd, 2, 6, 3, 7);
+/// Each number and its neighbour change places.
+BEACONKV_KERNEL void swap_pairs(Float4& out, const Float4& x) noexcept { out = __builtin_shufflevector(x, x, 1, 0, 3, 2); }
+BEACONKV_KERNEL void swap_pairs(Float8& out, const Float8& x) noexcept {
+  out = __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6);
 }
-BEACONKV_KERNEL void join_pairs(Float8& a, Float8& b, const Float8& even, const Float8& odd) noexcept {
-  a = __builtin_shufflevector(even, odd, 0, 8, 1, 9, 2, 10, 3, 11);
-  b = __builtin_shufflevector(even, odd, 4, 12, 5, 13, 6, 14, 7, 15);
-}
-BEACONKV_KERNEL void join_pairs(Float16& a, Float16& b, const Float16& even, const Float16& odd) noexcept {
-  a = __builtin_shufflevector(even, odd, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-  b = __builtin_shufflevector(even, odd, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+BEACONKV_KERNEL void swap_pairs(Float16& out, const Float16& x) noexcept {
+  out = __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
 }
 
-/// `(i, i + second)` turn together. Reads and writes the first and the second numbers of pairs from `i` on.
+/// `(i, i + second)` turn together. Turns one vector of first and one of second numbers.
 struct HalfOrder {
+  template <class Isa>
+  static constexpr index_t vectors_at_once = 4;
+  static constexpr index_t step = 1;  ///< from the first number of a pair to that of the next
+
   template <class V>
-  BEACONKV_KERNEL void read(V& x, V& y, const float* in, index_t i, index_t second) noexcept {
-    load(x, in + i);
-    load(y, in + second + i);
+  struct Rotation {
+    V cos;
+    V sin;
+  };
+  template <class V>
+  BEACONKV_KERNEL void prepare(Rotation<V>& r, const V& cos, const V& sin) noexcept {
+    r.cos = cos;
+    r.sin = sin;
   }
   template <class V>
-  BEACONKV_KERNEL void write(float* out, index_t i, index_t second, const V& x, const V& y) noexcept {
-    store(out + i, x);
-    store(out + second + i, y);
+  BEACONKV_KERNEL void turn(const Rotation<V>& r, const float* in, float* out, index_t second) noexcept {
+    V x, y;
+    load(x, in);
+    load(y, in + second);
+    read_once(x, y);
+    const V turned_x = x * r.cos - y * r.sin;
+    const V turned_y = y * r.cos + x * r.sin;
+    store(out, turned_x);
+    store(out + second, turned_y);
   }
-  template <class V>
-  BEACONKV_KERNEL void read_first(V& x, V& y, const float* in, index_t i, index_t second, index_t n) noexcept {
-    load_first(x, in + i, n);
-    load_first(y, in + second + i, n);
-  }
-  template <class V>
-  BEACONKV_KERNEL void write_first(float* out, index_t i, index_t second, const V& x, const V& y, index_t n) noexcept {
-    store_first(out + i, x, n);
-    store_first(out + second + i, y, n);
+  /// The numbers of `n` pairs.
+  BEACONKV_KERNEL void copy_some(const float* in, index_t in_second, float* out, index_t out_second, index_t n) noexcept {
+    for (index_t i = 0; i < n; ++i) {
+      out[i] = in[i];
+      out[out_second + i] = in[in_second + i];
+    }
   }
 };
 
-/// `(2i, 2i + 1)` turn together.
+/// `(2i, 2i + 1)` turn together. Turns two vectors of pairs.
 struct PairOrder {
+  template <class Isa>
+  static constexpr index_t vectors_at_once = Isa::width == 16 ? 4 : 2;  // a rotation takes four registers
+  static constexpr index_t step = 2;
+
   template <class V>
-  BEACONKV_KERNEL void read(V& x, V& y, const float* in, index_t i, index_t) noexcept {
-    V low, high;
-    load(low, in + 2 * i);
-    load(high, in + 2 * i + static_cast<index_t>(sizeof(V) / sizeof(float)));
-    split_pairs(x, y, low, high);
+  struct Rotation {
+    V cos[2];
+    V sin[2];
+  };
+  template <class V>
+  BEACONKV_KERNEL void prepare(Rotation<V>& r, const V& cos, const V& sin) noexcept {
+    spread_pairs(r.cos[0], r.cos[1], cos);
+    V sign, low, high;
+    BEACONKV_UNROLL for (std::size_t i = 0; i < sizeof(V) / sizeof(float); ++i) sign[i] = i % 2 == 0 ? -1.0F : 1.0F;
+    spread_pairs(low, high, sin);
+    r.sin[0] = low * sign;
+    r.sin[1] = high * sign;
   }
   template <class V>
-  BEACONKV_KERNEL void write(float* out, index_t i, index_t, const V& x, const V& y) noexcept {
-    V low, high;
-    join_pairs(low, high, x, y);
-    store(out + 2 * i, low);
-    store(out + 2 * i + static_cast<index_t>(sizeof(V) / sizeof(float)), high);
+  BEACONKV_KERNEL void turn(const Rotation<V>& r, const float* in, float* out, index_t) noexcept {
+    constexpr auto width = static_cast<index_t>(sizeof(V) / sizeof(float));
+    V x, y, swapped_x, swapped_y;
+    load(x, in);
+    load(y, in + width);
+    read_once(x, y);
+    swap_pairs(swapped_x, x);
+    swap_pairs(swapped_y, y);
+    store(out, x * r.cos[0] + swapped_x * r.sin[0]);
+    store(out + width, y * r.cos[1] + swapped_y * r.sin[1]);
   }
-  template <class V>
-  BEACONKV_KERNEL void read_first(V& x, V& y, const float* in, index_t i, index_t second, index_t n) noexcept {
-    float some[2 * sizeof(V) / sizeof(float)] = {};
-    for (index_t d = 0; d < 2 * n; ++d) some[d] = in[2 * i + d];
-    read(x, y, some, 0, second);
-  }
-  template <class V>
-  BEACONKV_KERNEL void write_first(float* out, index_t i, index_t second, const V& x, const V& y, index_t n) noexcept {
-    float some[2 * sizeof(V) / sizeof(float)];
-    write(some, 0, second, x, y);
-    for (index_t d = 0; d < 2 * n; ++d) out[2 * i + d] = some[d];
+  BEACONKV_KERNEL void copy_some(const float* in, index_t, float* out, index_t, index_t n) noexcept {
+    for (index_t i = 0; i < 2 * n; ++i) out[i] = in[i];
   }
 };
 
 template <class Order>
 struct TurnRows {
-  static constexpr index_t vectors_at_once = 4;
-
   template <class Isa>
   BEACONKV_KERNEL void run(const RowsToTurn* rows) noexcept {
     const RowsToTurn& t = *rows;  // by address: copies wait for the stores that made it
     using Floats = typename Isa::Floats;
+    constexpr index_t at_once = Order::template vectors_at_once<Isa>;
     index_t i = 0;
-    for (; i + vectors_at_once * Isa::width <= t.pairs; i += vectors_at_once * Isa::width)
-      turn_all<Floats, vectors_at_once>(t, i);
+    for (; i + at_once * Isa::width <= t.pairs; i += at_once * Isa::width) turn_all<Floats, at_once>(t, i);
     for (; i + Isa::width <= t.pairs; i += Isa::width) turn_all<Floats, 1>(t, i);
-    if (i == t.pairs) return;
-    const index_t left = t.pairs - i;
-    Floats c, s, x, y;
-    load_first(c, t.cos + i, left);
-    load_first(s, t.sin + i, left);
-    c *= t.factor;
-    s *= t.factor;
-    for (index_t r = 0; r < t.rows; ++r) {
-      Order::read_first(x, y, t.in + r * t.in_stride, i, t.second, left);
-      turn(c, s, x, y);
-      Order::write_first(t.out + r * t.out_stride, i, t.second, x, y, left);
-    }
+    if (i < t.pairs) turn_last<Floats>(t, i);
   }
 
   /// Of all rows the pairs of `count` vectors from `i` on.
   template <class V, index_t count>
   BEACONKV_KERNEL void turn_all(const RowsToTurn& t, index_t i) noexcept {
     constexpr auto width = static_cast<index_t>(sizeof(V) / sizeof(float));
-    V c[static_cast<std::size_t>(count)];
-    V s[static_cast<std::size_t>(count)];
+    typename Order::template Rotation<V> rotation[static_cast<std::size_t>(count)];
     BEACONKV_UNROLL for (index_t v = 0; v < count; ++v) {
-      load(c[v], t.cos + i + v * width);
-      load(s[v], t.sin + i + v * width);
-      c[v] *= t.factor;
-      s[v] *= t.factor;
+      V c, s;
+      load(c, t.cos + i + v * width);
+      load(s, t.sin + i + v * width);
+      c *= t.factor;
+      s *= t.factor;
+      Order::prepare(rotation[v], c, s);
     }
-    const float* in = t.in;
-    float* out = t.out;
+    const float* in = t.in + Order::step * i;
+    float* out = t.out + Order::step * i;
     const index_t in_stride = t.in_stride;  // or they would be read again after each store
     const index_t out_stride = t.out_stride;
     const index_t second = t.second;
-    for (index_t left = t.rows; left > 0; --left, in += in_stride, out += out_stride) {
-      BEACONKV_UNROLL for (index_t v = 0; v < count; ++v) {
-        V x, y;
-        Order::read(x, y, in, i + v * width, second);
-        read_once(x, y);
-        turn(c[v], s[v], x, y);
-        Order::write(out, i + v * width, second, x, y);
-      }
-    }
+    for (index_t left = t.rows; left > 0; --left, in += in_stride, out += out_stride)
+      BEACONKV_UNROLL for (index_t v = 0; v < count; ++v)
+          Order::turn(rotation[v], in + Order::step * v * width, out + Order::step * v * width, second);
   }
 
+  /// Of all rows the pairs from `i` on, fewer than a vector holds.
   template <class V>
-  BEACONKV_KERNEL void turn(const V& cos, const V& sin, V& x, V& y) noexcept {
-    const V a = x;
-    x = a * cos - y * sin;
-    y = y * cos + a * sin;
+  BEACONKV_KERNEL void turn_last(const RowsToTurn& t, index_t i) noexcept {
+    constexpr auto width = static_cast<index_t>(sizeof(V) / sizeof(float));
+    const index_t left = t.pairs - i;
+    V c, s;
+    load_first(c, t.cos + i, left);
+    load_first(s, t.sin + i, left);
+    c *= t.factor;
+    s *= t.factor;
+    typename Order::template Rotation<V> rotation;
+    Order::prepare(rotation, c, s);
+    for (index_t r = 0; r < t.rows; ++r) {
+      float some[2 * sizeof(V) / sizeof(float)] = {};
+      Order::copy_some(t.in + r * t.in_stride + Order::step * i, t.second, some, width, left);
+      Order::turn(rotation, some, some, width);
+      Order::copy_some(some, width, t.out + r * t.out_stride + Order::step * i, t.second, left);
+    }
+  }
+};
+
+/// What `TurnRuns` does: as `rows` says, but run after run of rows, `rows.rows` of them: run `i` up to row `ends[i]`, turned by
+/// `rotations[i]`, `rows.pairs` cosines and then as many sines.
+struct RunsToTurn {
+  RowsToTurn rows;
+  const float* const* rotations;
+  const index_t* ends;
+  index_t runs;
+};
+
+template <class Order>
+struct TurnRuns {
+  template <class Isa>
+  BEACONKV_KERNEL void run(const RunsToTurn* runs) noexcept {
+    RowsToTurn t = runs->rows;
+    index_t end = 0;
+    for (index_t i = 0; i < runs->runs; ++i) {
+      t.rows = runs->ends[i] - end;
+      t.cos = runs->rotations[i];
+      t.sin = t.cos + t.pairs;
+      TurnRows<Order>::template run<Isa>(&t);
+      t.in += t.rows * t.in_stride;
+      t.out += t.rows * t.out_stride;
+      end = runs->ends[i];
+    }
   }
 };
 

@@ -89,7 +89,7 @@ BEACONKV_KERNEL void load(V& v, const T* from) noexcept {
 }
 template <class V, class T>
 BEACONKV_KERNEL void store(T* to, const V& v) noexcept {
-  __builtin_memcpy(to, &v, sizeof(V));
+  __builtin_memcpy(static_cast<void*>(to), &v, sizeof(V));
 }
 /// The same bits as another vector type of the same size.
 template <class To, class From>

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <span>
 #include <vector>
 
@@ -55,6 +56,15 @@ class CacheBooks {
     rotary_[index_of(head, slot)] = position;
   }
   void set_next_rotary_position(position_t position) noexcept { next_rotary_ = position; }
+  /// Notes that every key was rotated to its slot, and that the next one will be.
+  void count_rotary_by_slots() noexcept {
+    BEACONKV_ASSERT(mode_ == PositionMode::cache_relative);
+    for (index_t h = 0; h < sets(); ++h) {
+      const std::span<position_t> rotary = slots_of(rotary_, h);
+      std::iota(rotary.begin(), rotary.end(), position_t{0});
+    }
+    next_rotary_ = tokens_;
+  }
 
   /// Bytes that the books hold.
   [[nodiscard]] std::size_t state_bytes() const noexcept {

@@ -41,7 +41,13 @@ template <CacheBuffer Cache, class Move, Executor ExecutorT>
 void apply_plan(Cache& cache, const KeepPlan& plan, Move move, ExecutorT&& executor) {
   const index_t moves = keeps_one_set<Cache>() ? 1 : cache.num_kv_heads();
   executor.run(moves, [&](index_t head, index_t) {
-    plan.for_each_move(head, [&](index_t to, index_t from, index_t count) { move(head, to, from, count); });
+    index_t next = 0;  // slot behind the last run
+    plan.for_each_move(head, [&](index_t to, index_t from, index_t count) {
+      if constexpr (requires { cache.read_ahead(head, next, count); })
+        if (next < from && from - next <= count) cache.read_ahead(head, next, from - next);
+      move(head, to, from, count);
+      next = from + count;
+    });
   });
   if constexpr (is_ragged<Cache>()) {
     for (index_t head = 0; head < moves; ++head) cache.truncate(head, plan.num_kept(head));

@@ -5,6 +5,7 @@
 /// `OwningCache`: a `PlaneCache` with memory of its own.
 
 #include <limits>
+#include <new>
 #include <span>
 #include <utility>
 #include <vector>
@@ -12,6 +13,25 @@
 #include "beaconkv/memory/plane_cache.hpp"
 
 namespace beaconkv::inline v0 {
+
+namespace detail {
+
+/// Memory that begins with a cache line, as engines allocate it: a register that lies across two of them is read twice.
+template <class T>
+struct LineAllocator {
+  using value_type = T;
+  static constexpr std::align_val_t alignment{64};
+
+  LineAllocator() = default;
+  template <class U>
+  LineAllocator(const LineAllocator<U>&) noexcept {}
+
+  [[nodiscard]] T* allocate(std::size_t count) { return static_cast<T*>(::operator new(count * sizeof(T), alignment)); }
+  void deallocate(T* memory, std::size_t) noexcept { ::operator delete(memory, alignment); }
+  [[nodiscard]] friend bool operator==(const LineAllocator&, const LineAllocator&) noexcept { return true; }
+};
+
+}  // namespace detail
 
 /// What an `OwningCache` may have beside its shape.
 struct CacheOptions {
@@ -114,7 +134,7 @@ class OwningCache {
     index_t heads;
     index_t dim;
     index_t capacity;
-    std::vector<T> elements;
+    std::vector<T, detail::LineAllocator<T>> elements;
     std::vector<float> scales;
   };
 

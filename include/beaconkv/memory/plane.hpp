@@ -9,7 +9,7 @@
 #include <type_traits>
 
 #include "beaconkv/kernel/copy.hpp"
-#include "beaconkv/memory/decode_rows.hpp"
+#include "beaconkv/memory/encode_rows.hpp"
 
 namespace beaconkv::inline v0 {
 
@@ -182,7 +182,19 @@ template <class T>
 template <class T>
 void store_row(const Plane<T>& plane, index_t head, index_t token, const float* in) noexcept {
   T* const row = plane.row(head, token);
-  if constexpr (std::is_same_v<T, q8_0>) {
+  if (plane.stride.dim == 1) {
+    float factor = 1;
+    if constexpr (takes_scale<T>) {
+      float& scale = *plane.scale(head, token);
+      if (plane.scales.per_row() || std::is_same_v<T, std::int8_t>) {
+        std::int32_t top = 0;
+        run<LargestMagnitude>(in, plane.dim, &top);
+        scale = scale_from(top, largest_before_scale<T>);
+      }
+      factor = inverse_of(scale);
+    }
+    run<EncodeRow<T>>(in, plane.dim, factor, row);
+  } else if constexpr (std::is_same_v<T, q8_0>) {
     for (index_t b = 0; b < plane.elements(); ++b) row[b * plane.stride.dim] = encode_block(in + 32 * b);
   } else if constexpr (takes_scale<T>) {
     float& scale = *plane.scale(head, token);
@@ -245,6 +257,20 @@ void move_rows(const Plane<T>& plane, index_t first, index_t last, index_t to, i
     from += n;
     count -= n;
   }
+}
+
+/// Asks for the memory of rows `[from, from + count)` that nobody needs. A processor fetches ahead only what is read without
+/// gaps: from main memory, rows between which a few are missing come at half the speed of all of them.
+template <class T>
+void read_ahead(const Plane<T>& plane, index_t first, index_t last, index_t from, index_t count) noexcept {
+  constexpr index_t line = 64;
+  const index_t bytes = plane.elements() * static_cast<index_t>(sizeof(T));
+  for (index_t i = from; i < from + count && plane.stride.dim == 1; ++i)
+    for (index_t h = first; h < last; ++h) {
+      const auto* const row = reinterpret_cast<const std::byte*>(plane.row(h, i));
+      for (index_t b = 0; b < bytes; b += line) __builtin_prefetch(row + b);
+      asm volatile("" : : "r"(row));  // or g++ takes all this for a function without effect
+    }
 }
 
 /// Whether a row lies at the same addresses in both.

@@ -12,7 +12,7 @@
 #include <concepts>
 #include <span>
 
-#include "beaconkv/algorithm/rope.hpp"
+#include "beaconkv/algorithm/row_turner.hpp"
 #include "beaconkv/memory/compact.hpp"
 #include "beaconkv/memory/plane.hpp"
 #include "beaconkv/workspace.hpp"
@@ -33,11 +33,11 @@ concept RelativeCache = RealignableCache<C> && requires(C& cache, index_t i) {
   cache.set_rotary_position(i, i, i);
 };
 
-/// Scratch of everything here.
+/// Scratch of everything here: about 1 KiB a number of a key, for rotations that heads share.
 [[nodiscard]] inline WorkspaceSize realign_workspace_size(index_t key_dim) {
-  return detail::measure([&](Workspace& work) {
-    static_cast<void>(work.take<float>(key_dim));
-    static_cast<void>(work.take<std::byte>(static_cast<index_t>(2 * rope_cursor_workspace_size(key_dim).bytes)));
+  return detail::measure([&](Workspace& work) {  // more than the key and the two cursors of `switch_rope`
+    static_cast<void>(work.take<float>(detail::rows_a_block * key_dim));
+    static_cast<void>(work.take<std::byte>(static_cast<index_t>(detail::RowTurner::workspace_size(key_dim).bytes)));
   });
 }
 
@@ -64,17 +64,22 @@ template <RealignableCache Cache>
 class KeyTurner {
  public:
   KeyTurner(Cache& cache, const RopeTable& rope, Workspace& work)
-      : cache_(&cache), rope_(&rope), key_(work.take<float>(cache.key_dim())), cursor_(rope, work) {}
+      : cache_(&cache), keys_(work.take<float>(rows_a_block * cache.key_dim())), rows_(rope, work) {}
 
   /// An error where one of the keys `[from, from + count)` of `head`, turned by `delta(i)`, does not fit its storage.
   template <class Delta>
   [[nodiscard]] Status check(index_t head, index_t from, index_t count, Delta delta) {
     if constexpr (requires { cache_->keys_always_fit(); })
-      for (index_t i = 0; i < count && !cache_->keys_always_fit(); ++i)
-        if (const position_t by = delta(i); by != 0) {
-          turn(head, from + i, cursor_.at(by));
-          if (Status s = check_fits(*cache_, head, from + i, key_.data()); !s) return s;
+      for (index_t i = 0; i < count && !cache_->keys_always_fit();) {
+        if (delta(i) == 0) {
+          ++i;
+          continue;
         }
+        const index_t n = turn_decoded(head, from + i, count - i, [&](index_t j) { return delta(i + j); });
+        for (index_t j = 0; j < n; ++j)
+          if (Status s = check_fits(*cache_, head, from + i + j, key(j)); !s) return s;
+        i += n;
+      }
     return {};
   }
 
@@ -82,13 +87,13 @@ class KeyTurner {
   template <class Delta>
   void move(index_t head, index_t to, index_t from, index_t count, Delta delta) {
     for (index_t i = 0; i < count;) {
-      const position_t by = delta(i);
+      if (delta(i) != 0) {
+        i += turn(head, to + i, from + i, count - i, [&](index_t j) { return delta(i + j); });
+        continue;
+      }
       index_t n = 1;
-      while (i + n < count && delta(i + n) == by) ++n;
-      if (by != 0)
-        turn_alike(head, to + i, from + i, n, cursor_.at(by));
-      else if (to != from)
-        move_bytes(head, to + i, from + i, n);
+      while (i + n < count && delta(i + n) == 0) ++n;
+      if (to != from) move_bytes(head, to + i, from + i, n);
       i += n;
     }
   }
@@ -101,31 +106,32 @@ class KeyTurner {
   void move_bytes(index_t head, index_t to, index_t from, index_t count) {
     if constexpr (requires { cache_->move_key_rows(head, to, from, count); }) cache_->move_key_rows(head, to, from, count);
   }
-  void turn_alike(index_t head, index_t to, index_t from, index_t count, const RopeRotation& rotation) {
+  /// The first keys of those that turn: returns how many it moved.
+  template <class Delta>
+  [[nodiscard]] index_t turn(index_t head, index_t to, index_t from, index_t count, Delta delta) {
     if constexpr (may_turn_in_place) {
       const Plane<float>& keys = cache_->key_plane();
-      while (keys.stride.dim == 1 && count > 0) {
-        const index_t n = keys.contiguous_rows(to, keys.contiguous_rows(from, count));
-        rope_->apply_to(rotation, keys.row(head, from), keys.stride.token, keys.row(head, to), keys.stride.token, n);
-        to += n;
-        from += n;
-        count -= n;
-      }
+      if (keys.stride.dim == 1)
+        return rows_.turn(keys.row(head, from), keys.stride.token, keys.row(head, to), keys.stride.token,
+                          keys.contiguous_rows(to, keys.contiguous_rows(from, count)), delta);
     }
-    for (index_t i = 0; i < count; ++i) {
-      turn(head, from + i, rotation);
-      cache_->store_key(head, to + i, key_.data());
-    }
+    const index_t n = turn_decoded(head, from, count, delta);
+    for (index_t i = 0; i < n; ++i) cache_->store_key(head, to + i, key(i));
+    return n;
   }
-  void turn(index_t head, index_t slot, const RopeRotation& rotation) {
-    read_key(*cache_, head, slot, key_);
-    rope_->apply(rotation, key_.data());
+  /// The same in scratch: `key(i)` is the turned key of slot `from + i`.
+  template <class Delta>
+  [[nodiscard]] index_t turn_decoded(index_t head, index_t from, index_t count, Delta delta) {
+    const index_t n = std::min(count, rows_a_block);
+    const ConstRows rows = cache_->keys(head, from, n, keys_.data());
+    for (index_t i = 0; i < n && rows.data != keys_.data(); ++i) std::copy_n(rows.data + i * rows.stride, rows.dim, key(i));
+    return rows_.turn(key(0), cache_->key_dim(), key(0), cache_->key_dim(), n, delta);
   }
+  [[nodiscard]] float* key(index_t i) const noexcept { return keys_.data() + i * cache_->key_dim(); }
 
   Cache* cache_;
-  const RopeTable* rope_;
-  std::span<float> key_;
-  RopeCursor cursor_;
+  std::span<float> keys_;  // [rows_a_block][key_dim]
+  RowTurner rows_;
 };
 
 template <RealignableCache Cache>
@@ -151,6 +157,7 @@ template <RelativeCache Cache>
 
 template <RelativeCache Cache>
 void count_by_slots(Cache& cache) {
+  if constexpr (requires { cache.count_rotary_by_slots(); }) return cache.count_rotary_by_slots();
   const index_t sets = keeps_one_set<Cache>() ? 1 : cache.num_kv_heads();
   for (index_t h = 0; h < sets; ++h)
     for (index_t slot = 0; slot < cache.num_tokens(); ++slot) cache.set_rotary_position(h, slot, slot);
@@ -192,7 +199,11 @@ template <RelativeCache Cache>
   const auto delta = [&](index_t h) { return [&cache, h](index_t slot) { return slot - cache.rotary_position(h, slot); }; };
   for (index_t h = 0; h < cache.num_kv_heads(); ++h)
     if (Status s = turner.check(h, 0, detail::tokens_of(cache, h), delta(h)); !s) return s;
-  for (index_t h = 0; h < cache.num_kv_heads(); ++h) turner.move(h, 0, 0, detail::tokens_of(cache, h), delta(h));
+  constexpr index_t at_once = 1024;  // keys: their deltas are close to each other in all heads
+  for (index_t first = 0; first < cache.num_tokens(); first += at_once)
+    for (index_t h = 0; h < cache.num_kv_heads(); ++h)
+      if (const index_t n = std::min(at_once, detail::tokens_of(cache, h) - first); n > 0)
+        turner.move(h, first, first, n, [&](index_t i) { return first + i - cache.rotary_position(h, first + i); });
   detail::count_by_slots(cache);
   return {};
 }
