@@ -650,7 +650,7 @@ TEST_CASE("one set for all layers is what the layers' scores come to together") 
           }
         }
         if (how == Reduce::mean)
-          for (float& x : together) x /= static_cast<float>(layers);
+          for (float& x : together) x *= 1.0F / static_cast<float>(layers);
         const bool due = s->policy(0).due(s->cache(0));
         const index_t recent = std::string_view(name) == "RecentWindow" ? 0 : 4;
         const std::span<const float> open = std::span(together).subspan(2, at(n - 2 - recent));
