@@ -69,6 +69,8 @@ BEACONKV_KERNEL void tile(float* out, const float* const (&a)[std::size_t{n}], c
   for (; d + lanes <= dim; d += lanes) {
     BEACONKV_UNROLL for (index_t i = 0; i < n; ++i) Lanes<Isa>::read(x[i], a[i] + d);
     BEACONKV_UNROLL for (index_t j = 0; j < m; ++j) Lanes<Isa>::read(y[j], b[j] + d);
+    BEACONKV_UNROLL for (index_t i = 0; i < n; ++i) Lanes<Isa>::read_once(x[i]);
+    BEACONKV_UNROLL for (index_t j = 0; j < m; ++j) Lanes<Isa>::read_once(y[j]);
     add_pairs<pairing, Isa, n, m>(sum, x, y);
   }
   if (d < dim) {

@@ -39,14 +39,6 @@ BEACONKV_KERNEL void load_first(V& v, const float* in, index_t n) noexcept {
   load(v, all);
 }
 
-/// Both stay in registers: g++ would read them from memory for each of their uses.
-template <class V>
-BEACONKV_KERNEL void read_once([[maybe_unused]] V& x, [[maybe_unused]] V& y) noexcept {
-#if defined(BEACONKV_DETAIL_X86) && !defined(__clang__)
-  asm("" : "+v"(x), "+v"(y));
-#endif
-}
-
 /// The product of two rotations, formed in double; `sign` is -1 for its inverse.
 struct ComposeRotation {
   /// Sources are padded, results are not.
@@ -133,7 +125,8 @@ struct HalfOrder {
     V x, y;
     load(x, in);
     load(y, in + second);
-    read_once(x, y);
+    read_once(x);
+    read_once(y);
     const V turned_x = x * r.cos - y * r.sin;
     const V turned_y = y * r.cos + x * r.sin;
     store(out, turned_x);
@@ -174,7 +167,8 @@ struct PairOrder {
     V x, y, swapped_x, swapped_y;
     load(x, in);
     load(y, in + width);
-    read_once(x, y);
+    read_once(x);
+    read_once(y);
     swap_pairs(swapped_x, x);
     swap_pairs(swapped_y, y);
     store(out, x * r.cos[0] + swapped_x * r.sin[0]);

@@ -91,6 +91,13 @@ template <class V, class T>
 BEACONKV_KERNEL void store(T* to, const V& v) noexcept {
   __builtin_memcpy(static_cast<void*>(to), &v, sizeof(V));
 }
+/// Stays in its register: g++ would read it from memory again for each of its uses.
+template <class V>
+BEACONKV_KERNEL void read_once([[maybe_unused]] V& v) noexcept {
+#if defined(BEACONKV_DETAIL_X86) && !defined(__clang__)
+  asm("" : "+v"(v));
+#endif
+}
 /// The same bits as another vector type of the same size.
 template <class To, class From>
 BEACONKV_KERNEL void bits_of(To& to, const From& from) noexcept {
@@ -140,6 +147,9 @@ struct Lanes {
   }
   BEACONKV_KERNEL void write(float* to, const Lanes& x) noexcept {
     BEACONKV_UNROLL for (index_t i = 0; i < count; ++i) store(to + i * Isa::width, x.part[i]);
+  }
+  BEACONKV_KERNEL void read_once(Lanes& x) noexcept {
+    BEACONKV_UNROLL for (index_t i = 0; i < count; ++i) detail::read_once(x.part[i]);
   }
 };
 
