@@ -52,7 +52,7 @@ std::vector<std::vector<position_t>> expected_positions(const PolicyT& policy, c
 
 }  // namespace
 
-TEST_CASE("An eviction in slices keeps what the scores of its first moment say, and all that came later") {
+TEST_CASE("[O1] an eviction in slices keeps what the scores of its first moment say, and all that came later", "[O1]") {
   Random random;
   CAPTURE(random.seed());
   const Shape shape{.query_heads = 8, .kv_heads = 4, .head_dim = 16};
