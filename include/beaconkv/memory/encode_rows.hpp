@@ -21,7 +21,8 @@ BEACONKV_KERNEL void narrow(typename Isa::Ints& code, const typename Isa::Floats
                                               : 1.0F / static_cast<float>(1 << (bias + mantissa - 24));
   I bits, is_number, in_range, subnormal, small, unit_bits;
   bits_of(bits, x);
-  const I magnitude = bits & 0x7FFFFFFF;
+  mask_negative(is_number, (bits & 0x7FFFFFFF) - 0x7F800001);
+  const I magnitude = bits & 0x7FFFFFFF & is_number;  // 0 for a NaN, whose bits would leave the range below
   code = (magnitude - ((127 - bias) << 23) + ((1 << (shift - 1)) - 1) + ((magnitude >> shift) & 1)) >> shift;
   // A subnormal is a count of the type's least numbers, which are the last places of a float as large as `unit`.
   F size;
@@ -34,7 +35,6 @@ BEACONKV_KERNEL void narrow(typename Isa::Ints& code, const typename Isa::Floats
   code = (code & ~subnormal) | ((small - unit_bits) & subnormal);
   mask_negative(in_range, code - largest);
   code = (code & in_range) | (~in_range & largest);
-  mask_negative(is_number, magnitude - 0x7F800001);
   code = (code & is_number) | (~is_number & nan);
   code |= (bits >> (31 - sign_bit)) & (1 << sign_bit);
 }
