@@ -5,9 +5,10 @@
 /// Which instructions the library's kernels use: the best that this machine has, chosen at run time, unless told otherwise.
 ///
 /// Every kernel is compiled for each set, whatever `-march` the program is built with. What is promised: the same contract on
-/// every set (order of ties, treatment of NaN, fixed order of sums), and the same bits on `avx2` and `avx512`. `baseline` has
-/// no fused multiply-add on x86-64, so its scores may differ in their last bits, and with them the choice between two tokens
-/// whose scores are that close. Where runs on different machines must agree bit for bit, use one set (and one compiler) on all.
+/// every set (order of ties, treatment of NaN, fixed order of sums), and the same bits on `avx2` and `avx512` (unless
+/// `-ffast-math` lets a compiler reorder sums). `baseline` has no fused multiply-add on x86-64, so its scores may differ in
+/// their last bits, and with them the choice between two tokens whose scores are that close. Where runs on different machines
+/// must agree bit for bit, use one set (and one compiler) on all.
 
 #include <atomic>
 #include <cstdint>

@@ -80,7 +80,7 @@ struct Products {
     index_t r = 0;
     for (; r + rows_at_once<Isa> <= rows; r += rows_at_once<Isa>)
       over_keys<Isa, 2>(packed + r * dim, rows, dim, keys, stride, count, out + r, bad);
-    if constexpr (rows_at_once < Isa >> lanes)
+    if constexpr (lanes < rows_at_once<Isa>)
       if (r < rows) over_keys<Isa, 1>(packed + r * dim, rows, dim, keys, stride, count, out + r, bad);
     std::int32_t flags[static_cast<std::size_t>(Isa::width)];
     store(flags, bad);
