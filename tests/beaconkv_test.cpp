@@ -221,10 +221,7 @@ TEST_CASE("a prompt in chunks samples once a chunk, so its beacons may differ fr
       require_ok(chunked.prefill(QueryView::token_major(queries.data() + first * 16, 30, 1, 16), work));
       chunks.prefill({rows.begin() + first, rows.begin() + first + 30}, first);
     }
-    const auto tags = [](const BeaconKV<>& p) {
-      const std::span<const position_t> t = p.observer().beacons(0).tags();
-      return std::vector<position_t>(t.begin(), t.end());
-    };
+    const auto tags = [](const BeaconKV<>& p) { return pool_positions(p.observer(), 0); };
     reference::ContinualSampling once{.n_min = 8, .n_max = 24};
     once.prefill(rows, 0);
     REQUIRE(tags(whole) == once.tags);
@@ -270,9 +267,8 @@ TEST_CASE("BeaconKV's cycle is the paper's: freeze, collect, evict, merge", "[be
     require_value(evict(policy, cache.view(), work));
     ++evictions;
     for (std::size_t h = 0; h < 2; ++h) {
-      const std::span<const position_t> tags = policy.observer().beacons(static_cast<index_t>(h)).tags();
       if (memory[h].gap < 1e-6) continue;
-      REQUIRE(std::vector<position_t>(tags.begin(), tags.end()) == memory[h].tags);
+      REQUIRE(pool_positions(policy.observer(), static_cast<index_t>(h)) == memory[h].tags);
     }
     REQUIRE(policy.observer().num_recent() == n_recent);
   }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "support/check.hpp"
+#include "support/instruction_sets.hpp"
 #include "support/random.hpp"
 #include "support/reference.hpp"
 
@@ -153,7 +154,7 @@ TEST_CASE("Rows and tags come back as they were given") {
   CHECK(buffer.n_max() == 5);
   // Rows with their tags, and the cosines and scales of those that stay.
   CHECK(buffer.state_bytes() == 5 * (3 * sizeof(float) + sizeof(position_t)) + (2 * 2 + 2) * sizeof(float));
-  CHECK(buffer_of(3, 2, 1000).state_bytes() == 1000 * (3 * sizeof(float) + sizeof(position_t)));
+  CHECK(buffer_of(3, 300, 1000).state_bytes() == 1000 * (3 * sizeof(float) + sizeof(position_t)));  // never by cosines
   Workspace work(buffer.workspace_size());
   const std::vector<float> row{0.1F, -3e-30F, 7e30F};  // not normalised, whatever the sampling does
   REQUIRE(buffer.push(row.data(), -5, work).ok());
@@ -259,6 +260,65 @@ TEST_CASE("Buffers that cannot work are refused by name and value") {
   check_invalid(ContinualFps::make(4, 2, 2).status(), {"n_max = 2", "n_min = 2"});
   check_invalid(ContinualFps::make(4, 3, 2).status(), {"n_max = 2", "n_min = 3"});
   CHECK(ContinualFps::make(1, 1, 2).ok());
+}
+
+TEST_CASE("rows that wait elsewhere are sampled as if they had been pushed, and only those that stay are copied") {
+  Random random;
+  CAPTURE(random.seed());
+  for (const InstructionSet set : supported_sets()) {
+    const ForcedSet forced(set);
+    for (const auto& [dim, n_min, waiting] :
+         {std::array<index_t, 3>{128, 16, 16}, {17, 5, 40}, {5, 28, 4}, {33, 1, 1}, {9, 90, 200}, {3, 6, 5}}) {
+      CAPTURE(name_of(set), dim, n_min, waiting);
+      ContinualFps pushed = buffer_of(dim, n_min, n_min + waiting);
+      ContinualFps merged = buffer_of(dim, n_min, n_min + 1);
+      Workspace push_work(pushed.workspace_size());
+      Workspace work(merged.merge_workspace_size(n_min + waiting, waiting));
+      position_t position = 0;
+      for (index_t cycle = 0; cycle < 6; ++cycle) {
+        const index_t count = n_min + waiting - pushed.size();
+        std::vector<std::vector<float>> rows;
+        std::vector<const float*> pointers;
+        Positions tags;
+        for (index_t i = 0; i < count; ++i) {
+          rows.push_back(random.normals(dim));
+          if (random.integer(0, 9) == 0) rows.back()[0] = nan_float();
+          tags.push_back(position += 3);
+        }
+        for (const std::vector<float>& row : rows) pointers.push_back(row.data());
+        // The first cycle fills the buffer: as many as fit are taken as they are.
+        std::size_t taken = 0;
+        while (merged.size() < n_min) {
+          REQUIRE(merged.merge({std::span(&pointers[taken], 1), std::span(&tags[taken], 1)}, work).ok());
+          ++taken;
+        }
+        const WaitingRows rest{std::span(pointers).subspan(taken), std::span(tags).subspan(taken)};
+        for (index_t i = 0; i + 1 < count; ++i)
+          REQUIRE(pushed.push(rows[static_cast<std::size_t>(i)].data(), tags[static_cast<std::size_t>(i)], push_work).ok());
+        const Positions before = to_vector(merged.tags());
+        Slots kept(static_cast<std::size_t>(n_min), -1);
+        REQUIRE(merged.would_keep(kept, work, rest, pointers).or_throw() == n_min);
+        REQUIRE(to_vector(merged.tags()) == before);
+        Status status;
+        REQUIRE(allocations_of([&] { status = merged.merge(rest, work, pointers); }) == 0);
+        REQUIRE(status.ok());
+        REQUIRE(pushed.push(rows.back().data(), tags.back(), push_work).ok());
+        REQUIRE(to_vector(merged.tags()) == to_vector(pushed.tags()));
+        REQUIRE(same_bits(contents(merged), contents(pushed)));
+        Positions all = before;
+        all.insert(all.end(), rest.tags.begin(), rest.tags.end());
+        Positions shown;
+        for (const slot_t slot : kept) shown.push_back(all[static_cast<std::size_t>(slot)]);
+        REQUIRE(shown == to_vector(merged.tags()));
+      }
+    }
+  }
+  ContinualFps buffer = buffer_of(2, 1, 2);
+  Workspace work(buffer.merge_workspace_size(2, 1));
+  const float row[2] = {1, 2};
+  const float* const pointer = row;
+  check_invalid(buffer.merge({std::span(&pointer, 1), {}}, work), {"1 rows", "0 tags"});
+  CHECK(buffer.size() == 0);
 }
 
 TEST_CASE("[K4] every call uses the workspace that was asked for and allocates nothing", "[K4]") {

@@ -2,7 +2,7 @@
 
 // Observers by themselves: which queries they hold, in which order, and at which positions they look.
 
-#include "beaconkv/policy/observer.hpp"
+#include "beaconkv/policy/beacon_queries.hpp"
 
 #include <vector>
 
@@ -261,6 +261,41 @@ TEST_CASE("BeaconQueries shows beacons at now and recent queries at their positi
   REQUIRE(ambiguous <= 10);  // of some thousands: two queries, for one, are equally far from their mean
 }
 
+TEST_CASE("a prompt in the middle of decoding is sampled together with the queries that wait", "[observer]") {
+  Random random;
+  CAPTURE(random.seed());
+  for (const index_t decoded : {0, 2, 4, 7, 9, 13, 22, 23})
+    for (const index_t prompt : {1, 3, 20}) {
+      CAPTURE(decoded, prompt);
+      const Sequence sequence(random, decoded + prompt + 30);
+      BeaconQueries observer(shape, {.n_beacon = 5, .n_recent_queries = 4});
+      reference::ContinualSampling memory{.n_min = 5, .n_max = 9};
+      std::vector<index_t> recent;
+      const auto decode = [&](index_t first, index_t count) {
+        for (index_t token = first; token < first + count; ++token) {
+          require_ok(observer.observe({sequence.view(token, 1), 7 * token}));
+          recent.push_back(token);
+          if (recent.size() <= 4) continue;
+          memory.push(sequence.row(recent.front(), 1), 7 * recent.front());
+          recent.erase(recent.begin());
+        }
+      };
+      decode(0, decoded);
+      Workspace work(observer.prefill_workspace_size(prompt));
+      require_ok(observer.prefill({sequence.view(decoded, prompt), 1000}, work));
+      REQUIRE(work.peak() <= observer.prefill_workspace_size(prompt).bytes);
+      reference::Matrix rows;
+      for (index_t t = 0; t < prompt; ++t) rows.push_back(sequence.row(decoded + t, 1));
+      memory.prefill(rows, 1000);
+      if (memory.gap < 1e-6) continue;
+      REQUIRE(pool_positions(observer, 1) == memory.tags);
+      REQUIRE(observer.num_recent() == std::min<index_t>(4, decoded));
+      decode(decoded + prompt, 30);
+      if (memory.gap < 1e-6) continue;
+      REQUIRE(pool_positions(observer, 1) == memory.tags);
+    }
+}
+
 TEST_CASE("BeaconQueries' commit leaves the very beacons that were shown", "[observer]") {
   Random random;
   CAPTURE(random.seed());
@@ -272,8 +307,8 @@ TEST_CASE("BeaconQueries' commit leaves the very beacons that were shown", "[obs
     require_ok(observer.observe({sequence.view(token, 1), token}));
     BeaconQueries committed = observer;
     require_ok(committed.commit());
-    reduced += observer.beacons(0).size() > 4 ? 1 : 0;
-    REQUIRE(committed.beacons(0).size() == std::min<index_t>(4, observer.beacons(0).size()));
+    reduced += observer.pool_size() > 4 ? 1 : 0;
+    REQUIRE(committed.pool_size() == std::min<index_t>(4, observer.pool_size()));
     const Shown before = show(observer, &rope, 99);
     const Shown after = show(committed, &rope, 99);
     REQUIRE(before.rows == after.rows);

@@ -41,6 +41,7 @@
 #include "beaconkv/memory/paging.hpp"
 #include "beaconkv/memory/plane.hpp"
 #include "beaconkv/memory/plane_cache.hpp"
+#include "beaconkv/policy/beacon_queries.hpp"
 #include "beaconkv/policy/beaconkv.hpp"
 #include "beaconkv/policy/evict.hpp"
 #include "beaconkv/policy/eviction_policy.hpp"

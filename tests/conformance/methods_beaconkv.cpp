@@ -75,10 +75,8 @@ class BeaconHead {
 /// `beacon_pos_j` [Hq,n]: when the beacons were queries.
 [[nodiscard]] std::vector<std::int64_t> beacon_positions(const BeaconQueries& observer, index_t query_heads, index_t n_beacon) {
   std::vector<std::int64_t> out;
-  for (index_t h = 0; h < query_heads && n_beacon > 0; ++h) {
-    const std::span<const position_t> tags = observer.beacons(h).tags();
-    out.insert(out.end(), tags.begin(), tags.end());
-  }
+  for (index_t h = 0; h < query_heads && n_beacon > 0; ++h)
+    for (index_t i = 0; i < observer.pool_size(); ++i) out.push_back(observer.pool_position(h, i));
   return out;
 }
 

@@ -241,6 +241,14 @@ class TestCache {
 
 // Runs.
 
+/// When the queries of a head's pool were observed.
+template <class ObserverT>
+[[nodiscard]] std::vector<position_t> pool_positions(const ObserverT& observer, index_t head) {
+  std::vector<position_t> positions;
+  for (index_t i = 0; i < observer.pool_size(); ++i) positions.push_back(observer.pool_position(head, i));
+  return positions;
+}
+
 /// What one run of a policy beside its reference saw.
 struct RunReport {
   index_t evictions = 0;
@@ -542,12 +550,12 @@ class Duo {
   /// library's.
   template <class P>
   void compare_beacons_of(const P& p) {
-    if constexpr (requires { p.observer().beacons(0); }) {
+    if constexpr (requires { p.observer().pool_size(); }) {
       if (reference.settings().n_beacon.value_or(0) == 0) return;
       std::vector<reference::ContinualSampling>& all = reference.beacons();
       for (std::size_t h = 0; h < all.size(); ++h) {
-        const ContinualFps& got = p.observer().beacons(static_cast<index_t>(h));
-        const std::vector<position_t> tags(got.tags().begin(), got.tags().end());
+        const auto head = static_cast<index_t>(h);
+        const std::vector<position_t> tags = pool_positions(p.observer(), head);
         if (all[h].gap < reference::infinity) ++report.samplings;
         if (tags != all[h].tags) {
           CAPTURE(h, tags, all[h].tags, all[h].gap);
@@ -556,7 +564,8 @@ class Duo {
           ++report.ambiguous;
           all[h].tags = tags;
           all[h].rows.clear();
-          for (index_t r = 0; r < got.size(); ++r) all[h].rows.push_back(reference::row_of(got.rows().row(r), got.dim()));
+          for (index_t r = 0; r < p.observer().pool_size(); ++r)
+            all[h].rows.push_back(reference::row_of(p.observer().pool_row(head, r), p.shape().head_dim));
         }
         all[h].gap = reference::infinity;
       }
@@ -566,7 +575,7 @@ class Duo {
 
   /// `score` looks with the beacons that the next commit will leave: those of a copy that commits now.
   void sync_beacons_with_next_commit() {
-    if constexpr (requires { policy.observer().beacons(0); }) {
+    if constexpr (requires { policy.observer().pool_size(); }) {
       PolicyT probe = policy;
       KeepPlan all;
       std::vector<slot_t> slots(at(cache.view().num_tokens()));

@@ -7,7 +7,7 @@
 /// Source: BeaconKV (arXiv 2609.04971) algorithm 2.
 
 #include <algorithm>
-#include <cstring>
+#include <concepts>
 #include <numeric>
 #include <span>
 #include <vector>
@@ -16,11 +16,22 @@
 
 namespace beaconkv::inline v0 {
 
+/// Rows that have not been copied into a `ContinualFps` yet, in time order, with what goes along with each (its position).
+struct WaitingRows {
+  std::span<const float* const> rows{};
+  std::span<const position_t> tags{};
+
+  [[nodiscard]] index_t size() const noexcept { return static_cast<index_t>(rows.size()); }
+};
+
 /// A bounded buffer of rows (queries) that stands for everything pushed into it so far.
 ///
 /// It fills up to `n_max` rows and is then reduced to `n_min` by farthest point sampling; after a reduction rows are in time
 /// order. This approximates sampling over the whole history: a row that was dropped cannot come back, so directions that were
 /// crowded out early stay lost. A value: copying it forks the stream.
+///
+/// Rows come one by one (`push`), or wait where they are until `merge` takes those that stay: for many buffers that are fed
+/// together that is cheaper, since a push to each of them fetches a line of memory from each.
 ///
 /// The cosines among the rows that stay are kept, so that a reduction has to compute only those of newer rows. It does so for
 /// all of them at once: at each push every row of the buffer would have to be read again, mostly from memory.
@@ -61,66 +72,95 @@ class ContinualFps {
     if constexpr (Archive::loading) known_ = 0;  // what is kept of the cosines is only a cache
   }
 
-  /// Scratch of every call that takes a workspace; `prefill_rows` counts for `prefill` only.
+  /// Scratch of every call that takes a workspace and no waiting rows; `prefill_rows` counts for `prefill` only.
   [[nodiscard]] WorkspaceSize workspace_size(index_t prefill_rows = 0) const {
-    const WorkspaceSize reduction =
-        detail::measure([&](Workspace& work) { static_cast<void>(Reduction(work, n_max_, *this)); });
-    if (prefill_rows == 0) return reduction;
-    return max(reduction,
-               detail::measure([&](Workspace& work) { static_cast<void>(Prompt(work, n_max_ + prefill_rows, *this)); }));
+    const WorkspaceSize size = merge_workspace_size(n_max_, 0);
+    return prefill_rows == 0 ? size : max(size, by_rows_workspace_size(n_max_ + prefill_rows, prefill_rows));
   }
-
+  /// Scratch of `merge` and `would_keep` where at most `n` rows, `waiting` of which wait, are sampled.
+  [[nodiscard]] WorkspaceSize merge_workspace_size(index_t n, index_t waiting) const {
+    const index_t few = std::min(n, most_by_cosines());
+    const WorkspaceSize size = detail::measure([&](Workspace& work) { static_cast<void>(ByCosines(work, few, *this)); });
+    return n == few ? size : max(size, by_rows_workspace_size(n, waiting));
+  }
   /// Adds one row; reduces where the buffer is full. No allocation.
   [[nodiscard]] Status push(const float* row, position_t tag, Workspace& work) {
     if (size_ + 1 >= n_max_)
       if (Status s = work.require(workspace_size()); !s) return s;
     append(row, tag);
-    if (size_ >= n_max_) reduce_unchecked(work);
+    return size_ < n_max_ ? Status{} : merge({}, work);
+  }
+
+  /// Adds rows that wait elsewhere and reduces them and the buffer together to `n_min`; copies only those that stay. Meanwhile
+  /// asks for the rows of `next`, which the next call will read. No allocation.
+  [[nodiscard]] Status merge(const WaitingRows& waiting, Workspace& work, std::span<const float* const> next = {}) {
+    if (Status s = check(waiting, work); !s) return s;
+    const Workspace::Frame frame(work);
+    const index_t n = size_ + waiting.size();
+    if (n <= n_min_) {
+      for (std::size_t i = 0; i < waiting.rows.size(); ++i) append(waiting.rows[i], waiting.tags[i]);
+      return {};
+    }
+    if (n <= most_by_cosines()) {
+      ByCosines sampling(work, n, *this);
+      const std::span<const slot_t> kept = sampling.pick(*this, waiting, next);
+      keep_rows(kept, waiting);
+      sampling.keep_cosines(*this, kept);
+      return {};
+    }
+    ByRows sampling(work, n, waiting.size(), *this);
+    keep_rows(sampling.pick(*this, waiting), waiting);
     return {};
   }
 
   /// Adds `count` rows at once (a prompt) and reduces the buffer and them together, in one shot, where they exceed `n_min`.
-  /// A prompt given in chunks is reduced once a chunk. `load(i, out)` writes row `i`; tags ascend from `first_tag`. No
-  /// allocation.
-  template <class Load>
-  [[nodiscard]] Status prefill(index_t count, Load&& load, position_t first_tag, Workspace& work) {
+  /// A prompt given in chunks is reduced once a chunk. `load(i, out)` writes row `i`; `tag_of(i)` is its tag. No allocation.
+  template <class Load, class TagOf>
+  requires std::invocable<TagOf, index_t>
+  [[nodiscard]] Status prefill(index_t count, Load&& load, TagOf&& tag_of, Workspace& work) {
     if (count < 0) return detail::invalid("count = ", count, ": must not be negative");
-    if (count == 0) return reduce(work);
     if (Status s = work.require(workspace_size(count)); !s) return s;
     const Workspace::Frame frame(work);
     const index_t old_size = size_;
-    const index_t n = old_size + count;
-    Prompt prompt(work, n, *this);
-    std::copy_n(rows_.data(), old_size * dim_, prompt.rows.data());
-    for (index_t i = 0; i < count; ++i) load(i, prompt.rows.data() + (old_size + i) * dim_);
-    const std::span<const slot_t> kept = prompt.pick({prompt.rows.data(), n, dim_, dim_}, n_min_);
+    ByRows sampling(work, old_size + count, count, *this);
+    for (index_t i = 0; i < count; ++i) load(i, sampling.row(old_size + i));
+    const std::span<const slot_t> kept = sampling.pick(*this);
     const auto first_new = std::lower_bound(kept.begin(), kept.end(), static_cast<slot_t>(old_size));
-    keep_rows({kept.begin(), first_new});
-    known_ = 0;
+    keep_rows({kept.begin(), first_new}, {});
     for (const slot_t slot : kept.subspan(static_cast<std::size_t>(first_new - kept.begin())))
-      append(prompt.rows.data() + slot * dim_, first_tag + (slot - old_size));
+      append(sampling.row(slot), tag_of(slot - old_size));
     return {};
+  }
+  /// The same with tags that ascend from `first_tag`.
+  template <class Load>
+  [[nodiscard]] Status prefill(index_t count, Load&& load, position_t first_tag, Workspace& work) {
+    return prefill(
+        count, load, [&](index_t i) { return first_tag + i; }, work);
   }
 
   /// Reduces to `n_min` rows now; nothing happens where there are no more. No allocation.
-  [[nodiscard]] Status reduce(Workspace& work) {
-    if (size_ <= n_min_) return {};
-    if (Status s = work.require(workspace_size()); !s) return s;
-    reduce_unchecked(work);
-    return {};
-  }
+  [[nodiscard]] Status reduce(Workspace& work) { return size_ > n_min_ ? merge({}, work) : Status{}; }
 
-  /// The rows that `reduce` would keep, ascending, without doing it: at most `n_min`, written to `out`. No allocation.
-  [[nodiscard]] Result<index_t> would_keep(std::span<slot_t> out, Workspace& work) const {
-    const index_t count = std::min(size_, n_min_);
+  /// The rows that `merge` would keep, ascending, without doing it: at most `n_min`, written to `out`. Waiting rows count on
+  /// from the buffered ones. No allocation.
+  [[nodiscard]] Result<index_t> would_keep(std::span<slot_t> out, Workspace& work, const WaitingRows& waiting = {},
+                                           std::span<const float* const> next = {}) const {
+    const index_t n = size_ + waiting.size();
+    const index_t count = std::min(n, n_min_);
     if (static_cast<index_t>(out.size()) < count)
       return detail::invalid("out has room for ", out.size(), " rows: ", count, " are needed");
-    if (Status s = work.require(workspace_size()); !s) return s;
+    if (Status s = check(waiting, work); !s) return s;
     const Workspace::Frame frame(work);
-    Reduction r(work, size_, *this);
-    const std::span<const slot_t> kept = r.pick(*this);
-    std::copy(kept.begin(), kept.end(), out.begin());
-    return static_cast<index_t>(kept.size());
+    if (n <= n_min_) {
+      std::iota(out.begin(), out.begin() + n, slot_t{0});
+    } else if (n <= most_by_cosines()) {
+      const std::span<const slot_t> kept = ByCosines(work, n, *this).pick(*this, waiting, next);
+      std::copy(kept.begin(), kept.end(), out.begin());
+    } else {
+      const std::span<const slot_t> kept = ByRows(work, n, waiting.size(), *this).pick(*this, waiting);
+      std::copy(kept.begin(), kept.end(), out.begin());
+    }
+    return count;
   }
 
  private:
@@ -128,86 +168,111 @@ class ContinualFps {
       : dim_(dim),
         n_min_(n_min),
         n_max_(n_max),
-        // All cosines cost more than sampling by rows where few of many rows stay.
-        by_cosines_(n_max <= 32 || (n_max <= 256 && n_max <= 3 * n_min)),
         rows_(static_cast<std::size_t>(n_max * dim)),
         tags_(static_cast<std::size_t>(n_max)),
-        cosines_(static_cast<std::size_t>(by_cosines_ ? n_min * n_min : 0)),
-        scale_(static_cast<std::size_t>(by_cosines_ ? n_min : 0)) {}
+        cosines_(static_cast<std::size_t>(n_min < most_by_cosines() ? n_min * n_min : 0)),
+        scale_(static_cast<std::size_t>(n_min < most_by_cosines() ? n_min : 0)) {}
 
-  /// Scratch of one sampling of `n` buffered rows.
-  struct Reduction {
-    Reduction(Workspace& work, index_t n, const ContinualFps& buffer)
-        : width(buffer.by_cosines_ ? detail::round_up(n, detail::lanes) : 0),
+  /// So many rows are sampled by all their cosines: these cost more than sampling by rows where few of many rows stay.
+  [[nodiscard]] index_t most_by_cosines() const noexcept { return std::max<index_t>(32, std::min<index_t>(256, 3 * n_min_)); }
+
+  [[nodiscard]] Status check(const WaitingRows& waiting, const Workspace& work) const {
+    if (waiting.rows.size() != waiting.tags.size())
+      return detail::invalid("waiting has ", waiting.rows.size(), " rows and ", waiting.tags.size(), " tags");
+    return work.require(merge_workspace_size(size_ + waiting.size(), waiting.size()));
+  }
+
+  [[nodiscard]] WorkspaceSize by_rows_workspace_size(index_t n, index_t more) const {
+    return detail::measure([&](Workspace& work) { static_cast<void>(ByRows(work, n, more, *this)); });
+  }
+
+  /// Scratch of one sampling of `n` rows by all their cosines.
+  struct ByCosines {
+    ByCosines(Workspace& work, index_t n, const ContinualFps& buffer)
+        : width(detail::round_up(n, detail::lanes)),
+          row(work.take<const float*>(n)),
           cosines(work.take<float>(n * width)),
-          scale(work.take<float>(buffer.by_cosines_ ? n : 0)),
+          scale(work.take<float>(n)),
           nearness(work.take<float>(width)),
-          picked(work.take<slot_t>(buffer.n_min_)),
-          run(work, buffer.by_cosines_ ? 0 : n, buffer.by_cosines_ ? 0 : buffer.dim_) {}
+          picked(work.take<slot_t>(buffer.n_min_)) {}
 
     /// The rows to keep, in time order.
-    [[nodiscard]] std::span<const slot_t> pick(const ContinualFps& buffer) {
-      const index_t n = buffer.size_;
-      const index_t count = std::min(n, buffer.n_min_);
-      if (!buffer.by_cosines_) {
-        const index_t found = run.run(buffer.rows(), FpsMetric::cosine, {}, count, picked.data());
-        std::sort(picked.begin(), picked.begin() + found);
-        return picked.first(static_cast<std::size_t>(found));
-      }
-      if (count == n) {
-        std::iota(picked.begin(), picked.begin() + n, slot_t{0});
-        return picked.first(static_cast<std::size_t>(n));
-      }
-      complete_cosines(buffer);
-      const detail::CosineMatrix matrix = matrix_of(buffer);
-      detail::run<detail::PickByCosines>(&matrix, count, nearness.data(), static_cast<slot_t*>(nullptr));
+    [[nodiscard]] std::span<const slot_t> pick(const ContinualFps& buffer, const WaitingRows& waiting,
+                                               std::span<const float* const> next) {
+      const auto n = static_cast<index_t>(row.size());
+      for (index_t i = 0; i < buffer.size_; ++i) row[static_cast<std::size_t>(i)] = buffer.rows().row(i);
+      std::copy(waiting.rows.begin(), waiting.rows.end(), row.begin() + buffer.size_);
+      const index_t known = buffer.known_;
+      std::copy_n(buffer.scale_.data(), known, scale.data());
+      for (index_t i = 0; i < known; ++i)
+        std::copy_n(buffer.cosines_.data() + i * buffer.n_min_, known, cosines.data() + i * width);
+      detail::run<detail::RowScales>(row.data() + known, buffer.dim_, n - known, scale.data() + known);
+      const detail::CosineMatrix matrix{.row = row.data(),
+                                        .dim = buffer.dim_,
+                                        .n = n,
+                                        .known = known,
+                                        .scale = scale.data(),
+                                        .cosines = cosines.data(),
+                                        .width = width,
+                                        .next = next.data(),
+                                        .num_next = static_cast<index_t>(next.size())};
+      detail::run<detail::CompleteCosines>(&matrix);
+      if (std::any_of(scale.begin(), scale.end(), [](float s) { return s < 0; }))
+        detail::run<detail::CompleteCosines::Mend>(&matrix);
+      detail::run<detail::PickByCosines>(&matrix, buffer.n_min_, nearness.data(), static_cast<slot_t*>(nullptr));
       index_t kept = 0;
-      for (index_t i = 0; i < n && kept < count; ++i) {
+      for (index_t i = 0; i < n && kept < buffer.n_min_; ++i) {
         picked[static_cast<std::size_t>(kept)] = static_cast<slot_t>(i);
         kept += nearness[static_cast<std::size_t>(i)] == detail::chosen_nearness ? 1 : 0;
       }
-      return picked.first(static_cast<std::size_t>(kept));
+      return picked;
+    }
+
+    /// Those of the rows that stay are not computed again.
+    void keep_cosines(ContinualFps& buffer, std::span<const slot_t> kept) const {
+      float* out = buffer.cosines_.data();
+      for (std::size_t i = 0; i < kept.size(); ++i) {
+        buffer.scale_[i] = scale[static_cast<std::size_t>(kept[i])];
+        const float* const of_row = cosines.data() + kept[i] * width;
+        for (const slot_t j : kept) *out++ = of_row[j];
+      }
+      buffer.known_ = buffer.n_min_;
     }
 
     index_t width;
+    std::span<const float*> row;
     std::span<float> cosines;  ///< `[n][width]`
     std::span<float> scale;
     std::span<float> nearness;
     std::span<slot_t> picked;
-    detail::FpsRun run;
-
-   private:
-    [[nodiscard]] detail::CosineMatrix matrix_of(const ContinualFps& buffer) const noexcept {
-      return {buffer.rows_.data(), buffer.dim_,  buffer.dim_,    buffer.size_,
-              buffer.known_,       scale.data(), cosines.data(), detail::round_up(buffer.size_, detail::lanes)};
-    }
-
-    void complete_cosines(const ContinualFps& buffer) {
-      const index_t known = buffer.known_;
-      const detail::CosineMatrix matrix = matrix_of(buffer);
-      std::copy_n(buffer.scale_.data(), known, scale.data());
-      for (index_t i = 0; i < known; ++i)
-        std::copy_n(buffer.cosines_.data() + i * buffer.n_min_, known, cosines.data() + i * matrix.width);
-      detail::run<detail::RowScales>(buffer.rows_.data() + known * buffer.dim_, buffer.dim_, buffer.dim_, buffer.size_ - known,
-                                     scale.data() + known);
-      detail::run<detail::CompleteCosines>(&matrix);
-      if (std::any_of(scale.begin(), scale.begin() + buffer.size_, [](float s) { return s < 0; }))
-        detail::run<detail::CompleteCosines::Mend>(&matrix);
-    }
   };
 
-  /// Scratch of one sampling of `n` rows, those of a prompt among them.
-  struct Prompt {
-    Prompt(Workspace& work, index_t n, const ContinualFps& buffer)
-        : rows(work.take<float>(n * buffer.dim_)), picked(work.take<slot_t>(buffer.n_min_)), run(work, n, buffer.dim_) {}
+  /// Scratch of one sampling of `n` rows, the last `more` of which are not in the buffer.
+  struct ByRows {
+    ByRows(Workspace& work, index_t n, index_t more, const ContinualFps& buffer)
+        : all{nullptr, n, buffer.dim_, buffer.dim_},
+          copy(work.take<float>(more > 0 ? n * buffer.dim_ : 0)),
+          picked(work.take<slot_t>(buffer.n_min_)),
+          run(work, n, buffer.dim_) {}
 
-    [[nodiscard]] std::span<const slot_t> pick(const ConstRows& all, index_t n_min) {
-      const index_t count = run.run(all, FpsMetric::cosine, {}, std::min(all.rows, n_min), picked.data());
+    [[nodiscard]] float* row(index_t i) const noexcept { return copy.data() + i * all.dim; }
+
+    /// The rows to keep, in time order; those behind the buffer's stand in `copy`.
+    [[nodiscard]] std::span<const slot_t> pick(const ContinualFps& buffer) {
+      if (!copy.empty()) std::copy_n(buffer.rows_.data(), buffer.size_ * buffer.dim_, copy.data());
+      all.data = copy.empty() ? buffer.rows_.data() : copy.data();
+      const index_t count = run.run(all, FpsMetric::cosine, {}, std::min(all.rows, buffer.n_min_), picked.data());
       std::sort(picked.begin(), picked.begin() + count);
       return picked.first(static_cast<std::size_t>(count));
     }
+    [[nodiscard]] std::span<const slot_t> pick(const ContinualFps& buffer, const WaitingRows& waiting) {
+      for (index_t i = 0; i < waiting.size(); ++i)
+        std::copy_n(waiting.rows[static_cast<std::size_t>(i)], all.dim, row(buffer.size_ + i));
+      return pick(buffer);
+    }
 
-    std::span<float> rows;
+    ConstRows all;
+    std::span<float> copy;
     std::span<slot_t> picked;
     detail::FpsRun run;
   };
@@ -218,38 +283,25 @@ class ContinualFps {
     ++size_;
   }
 
-  void reduce_unchecked(Workspace& work) {
-    const Workspace::Frame frame(work);
-    Reduction r(work, size_, *this);
-    const index_t width = detail::round_up(size_, detail::lanes);
-    const std::span<const slot_t> kept = r.pick(*this);
-    keep_rows(kept);
-    if (!by_cosines_) return;
-    float* out = cosines_.data();
-    for (std::size_t i = 0; i < kept.size(); ++i) {
-      scale_[i] = r.scale[static_cast<std::size_t>(kept[i])];
-      const float* const row = r.cosines.data() + kept[i] * width;
-      for (const slot_t j : kept) *out++ = row[j];
-    }
-    known_ = n_min_;
-  }
-
-  /// Keeps the buffered rows among the ascending `kept`, in place.
-  void keep_rows(std::span<const slot_t> kept) noexcept {
+  /// Keeps the rows among the ascending `kept`: buffered ones in place, then waiting ones.
+  void keep_rows(std::span<const slot_t> kept, const WaitingRows& waiting) noexcept {
+    const index_t buffered = size_;
     size_ = 0;
+    known_ = 0;
     for (const slot_t slot : kept) {
-      if (slot != size_) {
-        std::memcpy(rows_.data() + size_ * dim_, rows_.data() + slot * dim_, static_cast<std::size_t>(dim_) * sizeof(float));
-        tags_[static_cast<std::size_t>(size_)] = tags_[static_cast<std::size_t>(slot)];
-      }
-      ++size_;
+      if (slot >= buffered)
+        append(waiting.rows[static_cast<std::size_t>(slot - buffered)],
+               waiting.tags[static_cast<std::size_t>(slot - buffered)]);
+      else if (slot == size_)
+        ++size_;
+      else
+        append(rows_.data() + slot * dim_, tags_[static_cast<std::size_t>(slot)]);
     }
   }
 
   index_t dim_;
   index_t n_min_;
   index_t n_max_;
-  bool by_cosines_;
   index_t size_ = 0;
   index_t known_ = 0;  // of the first rows, all cosines are in `cosines_`: of those that the last reduction kept, or none
   std::vector<float> rows_;

@@ -100,9 +100,10 @@ class FpsRun {
   }
 
   index_t pick_by_cosines(const ConstRows& rows, index_t count, slot_t* out) noexcept {
-    detail::run<RowScales>(rows.data, rows.stride, rows.dim, rows.rows, scale_.data());
-    const CosineMatrix matrix{.rows = rows.data,
-                              .stride = rows.stride,
+    const float* row[static_cast<std::size_t>(few_rows)];
+    for (index_t i = 0; i < rows.rows; ++i) row[i] = rows.row(i);
+    detail::run<RowScales>(static_cast<const float* const*>(row), rows.dim, rows.rows, scale_.data());
+    const CosineMatrix matrix{.row = row,
                               .dim = rows.dim,
                               .n = rows.rows,
                               .scale = scale_.data(),

@@ -40,6 +40,11 @@ BEACONKV_KERNEL void read_end(Lanes<Isa>& x, const float* from, index_t rest) no
   Lanes<Isa>::read(x, padded);
 }
 
+/// Asks for a row that will be read soon.
+BEACONKV_KERNEL void fetch_row(const float* row, index_t dim) noexcept {
+  for (index_t d = 0; d < dim; d += lanes) __builtin_prefetch(row + d);
+}
+
 enum class Pairing : std::uint8_t { product, square_of_difference };
 
 /// One step of `tile`: sixteen elements of each pair.
@@ -161,14 +166,14 @@ struct DotProducts {
   }
 };
 
-/// `scale[i] = ` the scale of row `i`.
+/// `scale[i] = ` the scale of `rows[i]`.
 struct RowScales {
   template <class Isa>
-  BEACONKV_KERNEL void run(const float* rows, index_t stride, index_t dim, index_t n, float* scale) noexcept {
+  BEACONKV_KERNEL void run(const float* const* rows, index_t dim, index_t n, float* scale) noexcept {
     for (index_t i = 0; i < n; i += 4) {
       const float* row[4];
       double squares[4];
-      for (index_t r = 0; r < 4; ++r) row[r] = rows + std::min(i + r, n - 1) * stride;
+      for (index_t r = 0; r < 4; ++r) row[r] = rows[std::min(i + r, n - 1)];
       squares_of<Isa, 4>(squares, row, dim);
       for (index_t r = 0; r < 4 && i + r < n; ++r) scale[i + r] = scale_of(squares[r]);
     }

@@ -198,7 +198,7 @@ struct Farthest {
       }
       for (index_t o = 0; o < num_open; ++o) {
         const index_t i = open[o];
-        if (o + 1 < num_open) fetch_row(f, open[o + 1]);
+        if (o + 1 < num_open) fetch_row(f.row(open[o + 1]), f.dim);
         if (!beats(f.nearness[i], i, best, at)) continue;
         const float near = refresh<Isa>(f, i, best, at);
         if (!beats(near, i, best, at)) continue;
@@ -268,11 +268,6 @@ struct Farthest {
     Float4 smallest;
     least(smallest, lowest);
     return smallest[0];
-  }
-
-  BEACONKV_KERNEL void fetch_row(const FarthestPoints& f, index_t i) noexcept {
-    const float* const row = f.row(i);
-    for (index_t d = 0; d < f.dim; d += lanes) __builtin_prefetch(row + d);
   }
 };
 

@@ -4,6 +4,7 @@
 /// \file
 /// BeaconKV: beacon queries from the whole history, rotated to now, together with the newest ones decide what stays.
 
+#include "beaconkv/policy/beacon_queries.hpp"
 #include "beaconkv/policy/evict.hpp"
 
 namespace beaconkv::inline v0 {

@@ -6,7 +6,7 @@
 ///
 /// An observer is a value with `Options`, `prefill`, `observe`, `rows`, `max_rows`, `write_rows`, `commit`, `state_bytes` and
 /// two workspace queries; see the concept `Observer`. One that can be saved has `exchange` (`archive.hpp`), too. Stock models:
-/// `NoQueries`, `RecentQueries`, `BeaconQueries`.
+/// `NoQueries`, `RecentQueries`, and `BeaconQueries` (`beacon_queries.hpp`).
 
 #include <algorithm>
 #include <concepts>
@@ -15,7 +15,6 @@
 #include <span>
 #include <vector>
 
-#include "beaconkv/algorithm/continual_fps.hpp"
 #include "beaconkv/algorithm/rope.hpp"
 #include "beaconkv/archive.hpp"
 
@@ -87,7 +86,6 @@ class QueryRing {
 
   [[nodiscard]] index_t size() const noexcept { return size_; }
   [[nodiscard]] index_t capacity() const noexcept { return capacity_; }
-  [[nodiscard]] bool full() const noexcept { return size_ == capacity_; }
   /// Token `i` counts from the oldest.
   [[nodiscard]] const float* row(index_t i, index_t head) const noexcept {
     return rows_.data() + (slot(i) * heads_ + head) * dim_;
@@ -99,7 +97,6 @@ class QueryRing {
 
   template <class Archive>
   void exchange(Archive& archive) {
-    archive.expect("n_recent_queries", capacity_);
     begin_at_oldest();
     archive.value("number of recent queries", size_, 0, capacity_);
     archive.array("recent queries", std::span(rows_).first(static_cast<std::size_t>(size_ * heads_ * dim_)));
@@ -112,14 +109,15 @@ class QueryRing {
 
   /// Adds one token; the oldest one makes room.
   void push(const QuerySource& queries, index_t token) {
-    if (full()) {
-      first_ = (first_ + 1) % capacity_;
-      --size_;
-    }
+    if (size_ == capacity_) drop_oldest(1);
     const index_t at = slot(size_);
     queries.load_heads(token, rows_.data() + at * heads_ * dim_);
     positions_[static_cast<std::size_t>(at)] = queries.first_position + token;
     ++size_;
+  }
+  void drop_oldest(index_t count) noexcept {
+    first_ = slot(count);
+    size_ -= count;
   }
 
  private:
@@ -241,6 +239,7 @@ class RecentQueries {
   template <class Archive>
   void exchange(Archive& archive) {
     archive.expect("observer", newest_twice_ ? 2 : 1);
+    archive.expect("n_recent_queries", ring_.capacity());
     ring_.exchange(archive);
   }
 
@@ -251,148 +250,6 @@ class RecentQueries {
   detail::QueryRing ring_;
 };
 
-/// BeaconKV's memory: the newest `n_recent_queries` queries, and `n_beacon` beacon queries of each query head, sampled from
-/// everything older (arXiv 2609.04971, section 4 and algorithm 2). Kept pre-RoPE.
-///
-/// The query that leaves the ring of recent ones enters its head's `ContinualFps`. Prompt queries go there directly. With a
-/// period between evictions of at least `n_recent_queries` this is the paper's cycle (freeze, collect, evict, merge) step for
-/// step, and it serves an engine that evicts at moments of its own as well.
-class BeaconQueries {
- public:
-  struct Options {
-    index_t n_beacon = 16;
-    index_t n_recent_queries = 16;
-  };
-  static constexpr bool needs_queries = true;
-  static constexpr bool needs_rope = true;
-
-  BeaconQueries(const Shape& shape, const Options& options)
-      : heads_(shape.query_heads),
-        dim_(shape.head_dim),
-        n_beacon_(options.n_beacon),
-        ring_(shape, options.n_recent_queries),
-        reduction_(WorkspaceSize{}) {
-    if (n_beacon_ == 0) return;
-    const Result<ContinualFps> empty = ContinualFps::make(dim_, n_beacon_, n_beacon_ + options.n_recent_queries);
-    BEACONKV_ASSERT(empty.ok());
-    buffers_.assign(static_cast<std::size_t>(heads_), *empty);
-    reduction_ = Workspace(empty->workspace_size());
-  }
-
-  [[nodiscard]] friend Status validate(const Options& options, const Shape&) {
-    if (options.n_beacon < 0) return detail::invalid("n_beacon = ", options.n_beacon, ": must not be negative");
-    if (options.n_recent_queries < 1)
-      return detail::invalid("n_recent_queries = ", options.n_recent_queries, ": must be at least 1");
-    return {};
-  }
-
-  [[nodiscard]] Status prefill(const QuerySource& queries, Workspace& work) {
-    if (Status s = work.require(prefill_workspace_size(queries.view.tokens)); !s) return s;
-    const Workspace::Frame frame(work);
-    std::optional<RopeCursor> cursor;
-    if (queries.unrotate != nullptr) cursor.emplace(*queries.unrotate, work);
-    for (index_t h = 0; h < static_cast<index_t>(buffers_.size()); ++h) {
-      const auto load = [&](index_t token, float* out) { queries.load(token, h, out, cursor ? &*cursor : nullptr); };
-      if (Status s = buffer(h).prefill(queries.view.tokens, load, queries.first_position, work); !s) return s;
-    }
-    return {};
-  }
-
-  [[nodiscard]] Status observe(const QuerySource& queries) {
-    if (ring_.full())
-      for (index_t h = 0; h < static_cast<index_t>(buffers_.size()); ++h)
-        if (Status s = buffer(h).push(ring_.row(0, h), ring_.position(0), reduction_); !s) return s;
-    ring_.push(queries, 0);
-    return {};
-  }
-
-  /// After an eviction: the continual buffers go down to `n_beacon`, to the very rows that `write_rows` showed.
-  [[nodiscard]] Status commit() {
-    for (ContinualFps& b : buffers_)
-      if (Status s = b.reduce(reduction_); !s) return s;
-    return {};
-  }
-
-  /// Beacons of a head as they stand between evictions (up to `n_beacon + n_recent_queries - 1`).
-  [[nodiscard]] const ContinualFps& beacons(index_t head) const noexcept { return buffers_[static_cast<std::size_t>(head)]; }
-  [[nodiscard]] index_t num_recent() const noexcept { return ring_.size(); }
-
-  /// Beacons first, then the recent queries, oldest first. All heads have equally many.
-  [[nodiscard]] index_t rows() const noexcept { return num_beacons() + ring_.size(); }
-  [[nodiscard]] index_t max_rows() const noexcept { return n_beacon_ + ring_.capacity(); }
-
-  /// Beacons rotated to `now`, recent queries to their own positions.
-  [[nodiscard]] Status write_rows(const RopeTable* rope, position_t now, float* out, position_t* positions,
-                                  Workspace& work) const {
-    BEACONKV_ASSERT(rope != nullptr);
-    const Workspace::Frame frame(work);
-    detail::RowRotation rotation(work, rope);
-    const index_t n = rows();
-    const index_t beacons_of_head = num_beacons();
-    if (beacons_of_head > 0) {
-      const std::span<slot_t> kept = work.take<slot_t>(n_beacon_);
-      rotation.at(now);
-      for (index_t h = 0; h < heads_; ++h) {
-        const ContinualFps& b = beacons(h);
-        if (Result<index_t> count = b.would_keep(kept, work); !count) return count.status();
-        for (index_t r = 0; r < beacons_of_head; ++r) {
-          rotation.write(b.rows().row(kept[static_cast<std::size_t>(r)]), dim_, out + (h * n + r) * dim_);
-          positions[h * n + r] = now;
-        }
-      }
-    }
-    for (index_t i = 0; i < ring_.size(); ++i) {
-      rotation.at(ring_.position(i));
-      for (index_t h = 0; h < heads_; ++h) {
-        rotation.write(ring_.row(i, h), dim_, out + (h * n + beacons_of_head + i) * dim_);
-        positions[h * n + beacons_of_head + i] = ring_.position(i);
-      }
-    }
-    return {};
-  }
-
-  [[nodiscard]] WorkspaceSize workspace_size() const {
-    return detail::measure([&](Workspace& work) {
-      static_cast<void>(work.take<std::byte>(static_cast<index_t>(detail::RowRotation::workspace_size(dim_).bytes)));
-      static_cast<void>(work.take<slot_t>(n_beacon_));
-      if (!buffers_.empty()) static_cast<void>(work.take<std::byte>(static_cast<index_t>(buffers_[0].workspace_size().bytes)));
-    });
-  }
-  [[nodiscard]] WorkspaceSize prefill_workspace_size(index_t tokens) const {
-    if (buffers_.empty()) return {};
-    return {rope_cursor_workspace_size(dim_).bytes + buffers_[0].workspace_size(tokens).bytes, 0, 0};
-  }
-  [[nodiscard]] std::size_t state_bytes() const noexcept {
-    std::size_t bytes = ring_.state_bytes();
-    for (const ContinualFps& b : buffers_) bytes += b.state_bytes();
-    return bytes;
-  }
-
-  template <class Archive>
-  void exchange(Archive& archive) {
-    archive.expect("observer", 3);
-    archive.expect("n_beacon", n_beacon_);
-    ring_.exchange(archive);
-    for (ContinualFps& b : buffers_) b.exchange(archive);
-    if constexpr (Archive::loading)  // all heads have equally many
-      for (const ContinualFps& b : buffers_)
-        if (b.size() != buffers_[0].size())
-          archive.fail(detail::error(StatusCode::damaged, "saved state: heads have ", buffers_[0].size(), " and ", b.size(),
-                                     " beacons"));
-  }
-
- private:
-  [[nodiscard]] ContinualFps& buffer(index_t head) noexcept { return buffers_[static_cast<std::size_t>(head)]; }
-  [[nodiscard]] index_t num_beacons() const noexcept { return buffers_.empty() ? 0 : std::min(n_beacon_, buffers_[0].size()); }
-
-  index_t heads_;
-  index_t dim_;
-  index_t n_beacon_;
-  detail::QueryRing ring_;
-  std::vector<ContinualFps> buffers_;  // of each query head; empty where n_beacon is 0
-  Workspace reduction_;                // for the reductions while decoding, where no caller's workspace is at hand
-};
-
-static_assert(Observer<NoQueries> && Observer<RecentQueries> && Observer<BeaconQueries>);
+static_assert(Observer<NoQueries> && Observer<RecentQueries>);
 
 }  // namespace beaconkv::inline v0
