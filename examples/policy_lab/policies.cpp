@@ -118,6 +118,19 @@ void read_options(Options& o, Settings& s) {
     o.redundancy.spare_column_zero = s.flag("spare_column_zero", o.redundancy.spare_column_zero);
   }
   if constexpr (requires { o.order; }) o.order = s.order(o.order);
+  if constexpr (requires { o.max_pending_queries; })
+    o.max_pending_queries = s.count("max_pending_queries", o.max_pending_queries);
+  if constexpr (requires { o.n_future_positions; }) {
+    o.n_sink = s.count("n_sink", o.n_sink);
+    o.n_future_positions = s.count("n_future_positions", o.n_future_positions);
+    o.use_covariance = s.flag("use_covariance", o.use_covariance);
+    o.value_norm = s.flag("value_norm", o.value_norm);
+    o.epsilon = s.number("epsilon", o.epsilon);
+  }
+  if constexpr (requires { o.scorer.lag; }) {
+    o.scorer.lag = s.count("lag", o.scorer.lag);
+    o.scorer.cross_scoring = s.flag("cross_scoring", o.scorer.cross_scoring);
+  }
 }
 
 /// Copies a policy for each layer, once its options were read without complaint.
@@ -142,16 +155,37 @@ template <class Policy>
   return {.max = request.budget, .min = settings.optional_count("budget_min")};
 }
 
-/// Any policy with a `FixedBudget`, under the common rule. Its windows are small here, because the lab's budgets are.
+/// The options of any policy with a `FixedBudget`, under the common rule. Its windows are small here, because the lab's budgets
+/// are.
 template <class Policy>
-MadePolicy make_common(const PolicyRequest& request, Settings& settings, Session& session) {
+[[nodiscard]] typename Policy::Options common_options(const PolicyRequest& request, Settings& settings) {
   typename Policy::Options o{};
   o.budget = common_budget(request, settings);
   o.n_prefix = std::nullopt;
   if constexpr (requires { o.n_recent_kv; }) o.n_recent_kv = 8;
   if constexpr (requires { o.n_recent_queries; }) o.n_recent_queries = std::min<index_t>(o.n_recent_queries, 16);
+  if constexpr (requires { o.n_future_positions; }) o.n_future_positions = 32;
+  if constexpr (requires { o.scorer.lag; }) o.scorer.lag = 16;
   read_options(o, settings);
+  return o;
+}
+
+template <class Policy>
+MadePolicy make_common(const PolicyRequest& request, Settings& settings, Session& session) {
+  const typename Policy::Options o = common_options<Policy>(request, settings);
   return build<Policy>(request, o, settings, session);
+}
+
+/// SnapKV with a budget for each layer, of which `budget` is the mean.
+MadePolicy make_pyramidkv(const PolicyRequest& request, Settings& settings, Session& session) {
+  using Policy = SnapKV<AttentionScorer, FixedBudget>;
+  const Policy::Options o = common_options<Policy>(request, settings);
+  const index_t beta = settings.count("beta", 20);
+  if (Status s = settings.status(); !s) return s;
+  const engine::Model& model = session.model();
+  Result<std::vector<Policy>> layers = pyramid_layers<Policy>(model.shape(), o, model.layers(), beta, model.rope());
+  if (!layers) return layers.status();
+  return LayeredPolicy<Policy>::make(session, std::move(*layers), request.layers_per_step);
 }
 
 /// Never evicts: a budget that nothing reaches.
@@ -202,6 +236,42 @@ MadePolicy publish_rkv(const PolicyRequest& request, Settings& settings, Session
   return build<RKV<>>(request, o, settings, session);
 }
 
+/// What evicts with every token, as TOVA and H2O do.
+[[nodiscard]] FixedBudget sliding(index_t tokens) { return {.max = tokens + 1, .min = tokens, .counts_prefix = true}; }
+
+MadePolicy publish_tova(const PolicyRequest& request, Settings& settings, Session& session) {
+  TOVAOptions<> o{.budget = sliding(request.budget)};
+  read_options(o, settings);
+  return build<TOVA<>>(request, o, settings, session);
+}
+
+/// Half of the budget for the newest tokens.
+MadePolicy publish_h2o(const PolicyRequest& request, Settings& settings, Session& session) {
+  H2OOptions<> o{.budget = sliding(request.budget), .n_recent_kv = request.budget / 2, .capacity = request.budget};
+  read_options(o, settings);
+  return build<H2O<>>(request, o, settings, session);
+}
+
+/// kvpress's presses: the prompt is cut, and nothing while decoding.
+template <class Policy>
+MadePolicy publish_press(const PolicyRequest& request, Settings& settings, Session& session) {
+  typename Policy::Options o{.budget = {.tokens = request.budget}};
+  if constexpr (requires { o.scorer.lag; }) o.n_prefix = 4;
+  read_options(o, settings);
+  return build<Policy>(request, o, settings, session);
+}
+
+MadePolicy publish_pyramidkv(const PolicyRequest& request, Settings& settings, Session& session) {
+  SnapKVOptions<> o{.budget = {.tokens = request.budget}};
+  read_options(o, settings);
+  const index_t beta = settings.count("beta", 20);
+  if (Status s = settings.status(); !s) return s;
+  const engine::Model& model = session.model();
+  Result<std::vector<SnapKV<>>> layers = pyramid_layers<SnapKV<>>(model.shape(), o, model.layers(), beta, model.rope());
+  if (!layers) return layers.status();
+  return LayeredPolicy<SnapKV<>>::make(session, std::move(*layers), request.layers_per_step);
+}
+
 MadePolicy publish_beaconkv(const PolicyRequest& request, Settings& settings, Session& session) {
   BeaconKVOptions<> o{.budget = common_budget(request, settings)};
   read_options(o, settings);
@@ -219,6 +289,15 @@ const std::vector<PolicyEntry>& policy_entries() {
       {"rpc", make_common<RPC<AttentionScorer, FixedBudget>>, publish_rpc},
       {"rkv", make_common<RKV<RKVScorer, FixedBudget>>, publish_rkv},
       {"beaconkv", make_common<BeaconKV<>>, publish_beaconkv},
+      {"streaming_llm", make_common<RecentWindow<>>, publish_recent_window},
+      {"h2o", make_common<H2O<>>, publish_h2o},
+      {"tova", make_common<TOVA<>>, publish_tova},
+      {"keydiff", make_common<KeyDiff<>>, publish_press<KeyDiff<PromptBudget>>},
+      {"knorm", make_common<Knorm<>>, publish_press<Knorm<PromptBudget>>},
+      {"lagkv", make_common<LagKV<>>, publish_press<LagKV<PromptBudget>>},
+      {"expected_attention", make_common<ExpectedAttention<>>,
+       publish_press<ExpectedAttention<ExpectedAttentionScorer, PromptBudget>>},
+      {"pyramidkv", make_pyramidkv, publish_pyramidkv},
   };
   return entries;
 }

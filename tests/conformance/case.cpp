@@ -60,7 +60,7 @@ namespace {
 }  // namespace
 
 Case::Case(std::string method, std::filesystem::path folder)
-    : method_(std::move(method)), folder_(std::move(folder)), params_(read_json_object(folder_ / "params.json")) {
+    : method_(std::move(method)), folder_(std::move(folder)), params_(read_json_object(params_file())) {
   if (!params_.contains("arrays")) return;
   if (!params_["arrays"].is_object()) throw InputError(where("arrays") + " is no object");
   for (const auto& [array, shape] : params_["arrays"].items()) {
@@ -103,7 +103,7 @@ bool Case::flag(const std::string& name, bool fallback) const {
 
 Shape Case::shape() const {
   const Shape shape{integer("kv_heads") * integer("gqa_group"), integer("kv_heads"), integer("head_dim")};
-  if (const Status s = validate(shape); !s) throw InputError((folder_ / "params.json").string() + ": " + s.message());
+  if (const Status s = validate(shape); !s) throw InputError(params_file().string() + ": " + s.message());
   return shape;
 }
 

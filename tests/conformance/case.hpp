@@ -30,7 +30,8 @@ class Case {
   /// Stands for any size in a shape.
   static constexpr index_t any = std::numeric_limits<index_t>::min();
 
-  /// Reads `folder/params.json`, and checks that every array that it lists (`arrays`) is there.
+  /// Reads `folder/params.json`, and checks that every array that it lists (`arrays`) is there. A case without arrays may be
+  /// the file itself.
   Case(std::string method, std::filesystem::path folder);
 
   [[nodiscard]] const std::string& method() const noexcept { return method_; }
@@ -55,10 +56,13 @@ class Case {
 
   /// What a message needs to say which parameter is wrong.
   [[nodiscard]] std::string where(const std::string& parameter) const {
-    return (folder_ / "params.json").string() + ": '" + parameter + "'";
+    return params_file().string() + ": '" + parameter + "'";
   }
 
  private:
+  [[nodiscard]] std::filesystem::path params_file() const {
+    return folder_.extension() == ".json" ? folder_ : folder_ / "params.json";
+  }
   [[nodiscard]] std::filesystem::path file(const std::string& array) const { return folder_ / (array + ".npy"); }
   template <class T>
   [[nodiscard]] Array<T> load(const std::string& array, std::initializer_list<index_t> shape, const char* kind) const;

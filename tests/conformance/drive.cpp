@@ -199,6 +199,23 @@ void compare_rows(Report& report, const PlaneCache<float>& cache, const FloatArr
     }
 }
 
+void compare_part(Report& report, const std::string& name, const FloatArray& expected, std::span<const float> actual,
+                  Range range) {
+  const FloatArray part{{expected.dim(0), range.size()}, columns(expected.data, expected.dim(0), expected.dim(1), range)};
+  report.compare(name, part, columns(actual, expected.dim(0), expected.dim(1), range));
+}
+
+Scored with_mark(const Scored& candidates, index_t heads, index_t tokens) {
+  const auto n = static_cast<std::size_t>(candidates.range.size());
+  const float mark =
+      candidates.values.empty() ? 1.0F : *std::max_element(candidates.values.begin(), candidates.values.end()) + 1.0F;
+  Scored all{std::vector<float>(static_cast<std::size_t>(heads * tokens), mark), {0, tokens}};
+  for (index_t h = 0; h < heads; ++h)
+    std::copy_n(candidates.values.begin() + h * candidates.range.size(), n,
+                all.values.begin() + h * tokens + candidates.range.first);
+  return all;
+}
+
 std::optional<std::string> Rounds::begin(position_t position) {
   std::string name = array_ + "_" + std::to_string(round_++);
   if (case_.has(name)) return name;

@@ -79,6 +79,12 @@ class SingleStep {
     policy_.prefill_rotated(queries, work_, std::max<position_t>(0, cache_.view().num_tokens() - count)).or_throw();
   }
 
+  /// All tokens of `q` [Hq,L,D], before RoPE, as the queries of the prompt.
+  void observe_pre_rope(const FloatArray& q) {
+    const QueryView queries{q.data.data(), q.dim(1), q.dim(0), q.dim(2), q.dim(2), q.dim(1) * q.dim(2)};
+    policy_.prefill(queries, work_).or_throw();
+  }
+
   /// The policy's scores of the slots of `range`, [heads][range].
   [[nodiscard]] std::vector<float> scores(Range range) {
     policy_.score(cache(), matrix(), work_).or_throw();
@@ -131,6 +137,13 @@ struct Scored {
   std::vector<float> values;
   Range range{};
 };
+
+/// The slots of `range` of `scores` [heads][tokens], apart from the others: each part has a size of its own to be exact to.
+void compare_part(Report& report, const std::string& name, const FloatArray& expected, std::span<const float> actual,
+                  Range range);
+
+/// The candidates' scores among kvpress's mark of protected tokens: the best score of all heads, plus 1.
+[[nodiscard]] Scored with_mark(const Scored& candidates, index_t heads, index_t tokens);
 
 /// The array `array` [rows][range] against these scores, where the case has it.
 void compare_scores(Report& report, const Case& c, const std::string& array, const Scored& scored);

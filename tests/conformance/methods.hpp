@@ -28,5 +28,13 @@ void run_rkv_streaming(const Case& c, Report& report);
 void run_kvpress_snapkv(const Case& c, Report& report);
 void run_kvpress_streaming(const Case& c, Report& report);
 void run_kvpress_key_rerotation(const Case& c, Report& report);
+void run_kvpress_knorm(const Case& c, Report& report);
+void run_kvpress_keydiff(const Case& c, Report& report);
+void run_kvpress_lagkv(const Case& c, Report& report);
+void run_kvpress_tova(const Case& c, Report& report);
+void run_kvpress_observed_attention(const Case& c, Report& report);
+void run_kvpress_expected_attention(const Case& c, Report& report);
+void run_kvpress_adakv(const Case& c, Report& report);
+void run_kvpress_pyramidkv(const Case& c, Report& report);
 
 }  // namespace beaconkv::conformance

@@ -28,24 +28,6 @@ void compare_soft_kept(Report& report, const Case& c, const KeepPlan& plan, inde
   compare_order_as_set(report, c, expected);
 }
 
-/// The slots of `range` of `scores` [heads][tokens], apart from the others: each part has a size of its own to be exact to.
-void compare_part(Report& report, const std::string& name, const FloatArray& expected, std::span<const float> actual,
-                  Range range) {
-  const FloatArray part{{expected.dim(0), range.size()}, columns(expected.data, expected.dim(0), expected.dim(1), range)};
-  report.compare(name, part, columns(actual, expected.dim(0), expected.dim(1), range));
-}
-
-/// The policy's scores with kvpress's mark of protected tokens behind them: the best score of all heads, plus 1.
-[[nodiscard]] Scored with_marked_window(const Scored& candidates, index_t heads, index_t tokens) {
-  const auto n = static_cast<std::size_t>(candidates.range.size());
-  const float mark =
-      candidates.values.empty() ? 1.0F : *std::max_element(candidates.values.begin(), candidates.values.end()) + 1.0F;
-  Scored all{std::vector<float>(static_cast<std::size_t>(heads * tokens), mark), {0, tokens}};
-  for (index_t h = 0; h < heads; ++h)
-    std::copy_n(candidates.values.begin() + h * candidates.range.size(), n, all.values.begin() + h * tokens);
-  return all;
-}
-
 }  // namespace
 
 void run_kvpress_snapkv(const Case& c, Report& report) {
@@ -60,7 +42,7 @@ void run_kvpress_snapkv(const Case& c, Report& report) {
   const Range candidates{0, std::max<index_t>(0, w.tokens - window)};
   SingleStep<SnapKV<>> step(SnapKV<>::make(w.shape, options).or_throw(), CaseCache::filled(w.k, w.v));
   step.observe(w.q, w.q.dim(1));
-  const Scored scored = with_marked_window({step.scores(candidates), candidates}, heads, w.tokens);
+  const Scored scored = with_mark({step.scores(candidates), candidates}, heads, w.tokens);
   const FloatArray expected = c.floats("scores", {heads, w.tokens});
   compare_part(report, "scores", expected, scored.values, candidates);
   compare_part(report, "scores (window)", expected, scored.values, {candidates.last, w.tokens});

@@ -42,6 +42,14 @@ const std::map<std::string, Method>& methods() {
       {"kvpress_snapkv", run_kvpress_snapkv},
       {"kvpress_streaming", run_kvpress_streaming},
       {"kvpress_key_rerotation", run_kvpress_key_rerotation},
+      {"kvpress_knorm", run_kvpress_knorm},
+      {"kvpress_keydiff", run_kvpress_keydiff},
+      {"kvpress_lagkv", run_kvpress_lagkv},
+      {"kvpress_tova", run_kvpress_tova},
+      {"kvpress_observed_attention", run_kvpress_observed_attention},
+      {"kvpress_expected_attention", run_kvpress_expected_attention},
+      {"kvpress_adakv", run_kvpress_adakv},
+      {"kvpress_pyramidkv", run_kvpress_pyramidkv},
   };
   return table;
 }
@@ -61,7 +69,7 @@ const std::map<std::string, Method>& methods() {
   return paths;
 }
 
-/// Of each method: the folders of its cases (for a skipped one, whatever it consists of).
+/// Of each method: the folders of its cases, or files of cases without arrays (for a skipped one, whatever it consists of).
 using CaseFolders = std::map<std::string, std::vector<fs::path>>;
 
 void find_cases(const fs::path& root, CaseFolders& found) {
@@ -74,7 +82,7 @@ void find_cases(const fs::path& root, CaseFolders& found) {
     std::vector<fs::path>& cases = found[method];
     const std::size_t before = cases.size();
     for (const fs::path& entry : sorted_entries(folder))
-      if (is_skipped(method) || fs::is_directory(entry)) cases.push_back(entry);
+      if (is_skipped(method) || fs::is_directory(entry) || entry.extension() == ".json") cases.push_back(entry);
     if (cases.size() == before) throw InputError(folder.string() + ": has no cases");
     any = true;
   }

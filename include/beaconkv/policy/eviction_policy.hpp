@@ -186,7 +186,6 @@ class EvictionPolicy : public PolicyScoring<ObserverT, ScorerT, ScheduleT> {
   EvictionPolicy(const Shape& shape, const Parts& parts) : Base(shape, parts) {}
   using Base::validate_parts;
 
- private:
   using Base::after_prefill_;
   using Base::check_cache;
   using Base::check_scores;
@@ -204,6 +203,7 @@ class EvictionPolicy : public PolicyScoring<ObserverT, ScorerT, ScheduleT> {
   using Base::shared_reduce_;
   using Base::state_of;
 
+ private:
   static constexpr bool follows_plans = requires(ScorerT scorer, const KeepPlan& plan, const Shape& shape) {
     scorer.commit(plan, shape);
   };
@@ -233,6 +233,13 @@ class EvictionPolicy : public PolicyScoring<ObserverT, ScorerT, ScheduleT> {
     return [this, &cache](index_t head) { return this->candidates_of(cache, head); };
   }
 
+  /// Where the scorer says that it scores protected slots, too (`scores_every_slot`), the plan tells their scores.
+  static void note_scores(std::span<const float> scores, index_t head, KeepPlan& plan) {
+    if constexpr (requires { requires ScorerT::scores_every_slot; })
+      for (std::size_t i = 0; i < plan.kept(head).size(); ++i)
+        plan.last_scores()[i] = scores[static_cast<std::size_t>(plan.kept(head)[i])];
+  }
+
   template <CacheReader Cache, class Target, class Candidates>
   [[nodiscard]] Status select_each(const Cache& cache, ScoreMatrix scores, Workspace& work, KeepPlan& plan, Target target,
                                    Candidates candidates_of_head) const {
@@ -250,12 +257,14 @@ class EvictionPolicy : public PolicyScoring<ObserverT, ScorerT, ScheduleT> {
       if (!rules_.boundaries().empty()) {
         shortfall = detail::select_units(cache, scores.row(h), candidates, rules_.protected_ranges(), rules_.boundaries(),
                                          target(h), plan, work);
+        note_scores(scores.row(h), h, plan);
         continue;
       }
       const Result<index_t> beyond =
           detail::select_head(cache, h, scores.row(h), candidates, rules_.protected_ranges(), target(h), plan, work);
       if (!beyond) return beyond.status();
       shortfall = std::max(shortfall, *beyond);
+      note_scores(scores.row(h), h, plan);
     }
     plan.report(shortfall, 0);
     return {};
@@ -275,6 +284,7 @@ class EvictionPolicy : public PolicyScoring<ObserverT, ScorerT, ScheduleT> {
     return {};
   }
 
+ protected:
   template <CacheReader Cache>
   [[nodiscard]] Status plan_everything(const Cache& cache, KeepPlan& plan) const {
     plan.start(cache.epoch(), cache.num_tokens(), {});

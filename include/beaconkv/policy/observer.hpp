@@ -107,6 +107,7 @@ class QueryRing {
           archive.fail(error(StatusCode::damaged, "saved state: a recent query at position ", position(i)));
   }
 
+  void clear() noexcept { first_ = size_ = 0; }
   /// Adds one token; the oldest one makes room.
   void push(const QuerySource& queries, index_t token) {
     if (size_ == capacity_) drop_oldest(1);

@@ -173,6 +173,34 @@ static_assert(Schedule<FixedBudget> && Schedule<PromptBudget> && Schedule<Interv
   return {};
 }
 
+/// The same as kvpress's PyramidKV has it: budgets of one sequence of `tokens`, none beyond it. The first layer gets at most
+/// `tokens - window` and the last what keeps the mean; where the last would be less than the window, every layer gets the mean.
+/// Rounded to the nearest, halves to even. `mean` may be a fraction, as a share of the tokens is.
+[[nodiscard]] inline Status pyramid_budgets_of_prompt(double mean, index_t tokens, index_t window, index_t beta,
+                                                      std::span<index_t> out) {
+  const auto length = static_cast<double>(tokens);
+  if (tokens < 0) return detail::invalid("tokens = ", tokens, ": must not be negative");
+  if (!(mean >= 0 && mean <= length)) return detail::invalid("mean = ", mean, ": must be between 0 and tokens = ", tokens);
+  if (window < 0) return detail::invalid("window = ", window, ": must not be negative");
+  if (beta < 1) return detail::invalid("beta = ", beta, ": must be at least 1");
+  const auto rounded = [](double x) {
+    const double below = std::floor(x);
+    const auto whole = static_cast<index_t>(below);
+    return x - below > 0.5 || (x - below == 0.5 && whole % 2 != 0) ? whole + 1 : whole;
+  };
+  const auto least = static_cast<double>(window);
+  double last = mean / static_cast<double>(beta);
+  double first = 2 * mean - last;
+  if (first >= length - least) {
+    first = length - least;
+    last = 2 * mean - first;
+  }
+  const bool even = out.size() < 2 || !(length >= first && first >= last && last >= least);
+  for (std::size_t l = 0; l < out.size(); ++l)
+    out[l] = rounded(even ? mean : first - static_cast<double>(l) * (first - last) / static_cast<double>(out.size() - 1));
+  return {};
+}
+
 /// How many tokens fit into `bytes`, where a token takes `bytes_per_token` (see `PlaneCache::bytes_per_token`): rounded down.
 [[nodiscard]] inline Result<index_t> tokens_in_bytes(std::int64_t bytes, index_t bytes_per_token) {
   if (bytes < 0) return detail::invalid("bytes = ", bytes, ": must not be negative");

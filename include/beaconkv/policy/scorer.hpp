@@ -35,6 +35,8 @@ struct ScoreMatrix {
 ///   may be asked for one head at a time, as if it were a layer, and for several on as many threads; which head it is tells
 ///   `observations.first_query_head`, the first query head of its group.
 /// * optional `commit(plan, shape)`: follows an applied plan with per-slot state; `state_bytes()` reports its size.
+/// * optional `scores_every_slot = true`: `out` is written for all slots, and `plan.kept_scores` has those of protected ones,
+/// too.
 template <class S, class Cache>
 concept Scorer = CacheReader<Cache> && std::copyable<S> &&
     requires(const S& scorer, const Cache& cache, const Observations& observations, Range candidates, ScoreMatrix out,
