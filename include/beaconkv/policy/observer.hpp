@@ -29,6 +29,9 @@ struct Observations {
   index_t rows = 0;
   index_t dim = 0;
   index_t first_query_head = 0;  ///< of the layer's, where only some are shown (a ragged cache is scored head by head)
+  index_t beacons = 0;           ///< so many leading rows of each head are beacons, rotated from elsewhere to now
+  /// `[query_heads][beacons]`: where the beacons were observed, ascending. Only for scorers that take notes.
+  std::span<const position_t> tags{};
 };
 
 /// Queries on their way into an observer, and what turns them into the form that it keeps.
@@ -379,6 +382,22 @@ class BeaconQueries {
         if (b.size() != buffers_[0].size())
           archive.fail(detail::error(StatusCode::damaged, "saved state: heads have ", buffers_[0].size(), " and ", b.size(),
                                      " beacons"));
+  }
+
+  /// Beacons of each head that `write_rows` shows now.
+  [[nodiscard]] index_t num_tags() const noexcept { return num_beacons(); }
+  /// Where they were observed, to `out` `[query_heads][num_tags()]`, in the order of `write_rows`: ascending. Takes as much of
+  /// `work` as that does.
+  [[nodiscard]] Status write_tags(position_t* out, Workspace& work) const {
+    const Workspace::Frame frame(work);
+    const std::span<slot_t> kept = work.take<slot_t>(n_beacon_);
+    for (index_t h = 0; h < static_cast<index_t>(buffers_.size()); ++h) {
+      const ContinualFps& b = beacons(h);
+      if (Result<index_t> count = b.would_keep(kept, work); !count) return count.status();
+      for (index_t r = 0; r < num_beacons(); ++r)
+        *out++ = b.tags()[static_cast<std::size_t>(kept[static_cast<std::size_t>(r)])];
+    }
+    return {};
   }
 
  private:
