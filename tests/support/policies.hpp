@@ -52,6 +52,15 @@ inline constexpr index_t small_budget = 24;
                     small_rope());
 }
 
+/// Beyond the paper: keys remember beacons, and values weigh.
+[[nodiscard]] inline BeaconKV<> small_beaconkv_with_credit() {
+  BeaconKVOptions<> o =
+      BeaconKVOptions<>::with_orphan_credit({.max = small_budget + 8, .min = small_budget, .counts_prefix = true}, 4, 3);
+  o.n_recent_kv = 4;
+  o.n_prefix = 2;
+  return BeaconKV<>(small_shape, o, small_rope());
+}
+
 /// Calls `f(name, policy)` with each of them: prefix 2, window 4 (RecentWindow: 0), budget `small_budget`.
 template <class F>
 void for_each_policy(F&& f) {
@@ -61,6 +70,7 @@ void for_each_policy(F&& f) {
   f("RKV", small_rkv());
   f("RKV, published order", small_rkv(RKVOrder::published));
   f("BeaconKV", small_beaconkv());
+  f("BeaconKV, orphan credit", small_beaconkv_with_credit());
 }
 
 /// One decoded token, to a policy and to its cache.

@@ -185,6 +185,63 @@ inline void log_of_sums(const RowLayout& layout, std::span<const float> sinks, c
   }
 }
 
+/// What is wrong with the options, or with sizes that do not match.
+[[nodiscard]] inline Status check_attention(const AttentionQueries& queries, Range domain, Range pooled,
+                                            const AttentionOptions& options, std::size_t out_size) {
+  if (Status s = validate(options); !s) return s;
+  if (queries.group < 1 || queries.rows < 0 || queries.dim < 1)
+    return invalid("queries: group = ", queries.group, ", rows = ", queries.rows, ", dim = ", queries.dim,
+                   ": must be positive");
+  if (static_cast<index_t>(queries.visible.size()) != queries.group * queries.rows)
+    return invalid("queries.visible has ", queries.visible.size(), " entries: ", queries.group * queries.rows, " are needed");
+  if (!queries.sink_logits.empty()) {
+    if (static_cast<index_t>(queries.sink_logits.size()) != queries.group)
+      return invalid("queries.sink_logits has ", queries.sink_logits.size(), " entries: ", queries.group, " are needed");
+    if (options.group_stage == GroupStage::logits)
+      return error(StatusCode::unsupported, "sink_logits: heads that meet in their logits share no softmax with them");
+  }
+  if (domain.first < 0 || domain.size() < 0)
+    return invalid("domain = [", domain.first, ", ", domain.last, "): must be ascending");
+  if (pooled.first < domain.first || pooled.last > domain.last || pooled.size() < 0)
+    return invalid("pooled = [", pooled.first, ", ", pooled.last, "): must lie in the domain [", domain.first, ", ",
+                   domain.last, ")");
+  if (static_cast<index_t>(out_size) != domain.size())
+    return invalid("out has ", out_size, " numbers: the domain has ", domain.size());
+  return {};
+}
+
+/// Query rows with a NaN or infinity.
+[[nodiscard]] inline index_t num_non_finite_rows(const AttentionQueries& queries) noexcept {
+  index_t count = 0;
+  for (index_t r = 0; r < queries.group * queries.rows; ++r)
+    count += all_finite(queries.data + r * queries.dim, queries.dim) ? 0 : 1;
+  return count;
+}
+
+/// The logits of all keys of the domain, and what makes them weights, to `scratch`: laid out by `rows`, or by `kept` where the
+/// group has met in its logits.
+template <class Keys>
+void form_logits(const Keys& keys, const AttentionQueries& queries, Range domain, const AttentionOptions& options,
+                 const RowLayout& rows, const RowLayout& kept, const AttentionScratch& scratch) {
+  const index_t n = domain.size();
+  const bool meet_in_logits = options.group_stage == GroupStage::logits;
+  const LogitTile logit_tile(queries, options, rows, scratch);
+  std::fill(scratch.top.begin(), scratch.top.end(), masked_logit);
+  std::fill(scratch.sum.begin(), scratch.sum.end(), 0.0F);
+  for (index_t j = 0; j < n; j += tile_keys) {
+    const index_t count = std::min(tile_keys, n - j);
+    const ConstRows tile = keys(domain.first + j, count, scratch.decoded.data());
+    float* const logits = scratch.logits.data() + j * kept.total;
+    float* const filled = meet_in_logits ? scratch.tile.data() : logits;
+    logit_tile.fill(tile, domain.first + j, filled, scratch.bad_key.data() + j);
+    if (meet_in_logits)
+      run<ReduceGroup>(filled, count, rows.heads, rows.padded, rows.total, options.over_heads == Reduce::mean, logits,
+                       kept.total);
+    run<AddToSoftmax>(logits, count, kept.total, scratch.top.data(), scratch.sum.data());
+  }
+  log_of_sums(kept, queries.sink_logits, scratch);
+}
+
 inline void pool_in_place(std::span<float> scores, const Pool& pool, std::span<float> scratch) noexcept {
   if (!pool.active()) return;
   const std::span<float> pooled = scratch.first(scores.size());
@@ -215,53 +272,20 @@ template <class Keys>
                                                    Range pooled, const AttentionOptions& options, std::span<float> out,
                                                    Workspace& work) {
   const index_t n = domain.size();
-  const index_t all_rows = queries.group * queries.rows;
-  if (Status s = validate(options); !s) return s;
-  if (queries.group < 1 || queries.rows < 0 || queries.dim < 1)
-    return detail::invalid("queries: group = ", queries.group, ", rows = ", queries.rows, ", dim = ", queries.dim,
-                           ": must be positive");
-  if (static_cast<index_t>(queries.visible.size()) != all_rows)
-    return detail::invalid("queries.visible has ", queries.visible.size(), " entries: ", all_rows, " are needed");
-  if (!queries.sink_logits.empty()) {
-    if (static_cast<index_t>(queries.sink_logits.size()) != queries.group)
-      return detail::invalid("queries.sink_logits has ", queries.sink_logits.size(), " entries: ", queries.group,
-                             " are needed");
-    if (options.group_stage == GroupStage::logits)
-      return detail::error(StatusCode::unsupported, "sink_logits: heads that meet in their logits share no softmax with them");
-  }
-  if (domain.first < 0 || n < 0) return detail::invalid("domain = [", domain.first, ", ", domain.last, "): must be ascending");
-  if (pooled.first < domain.first || pooled.last > domain.last || pooled.size() < 0)
-    return detail::invalid("pooled = [", pooled.first, ", ", pooled.last, "): must lie in the domain [", domain.first, ", ",
-                           domain.last, ")");
-  if (static_cast<index_t>(out.size()) != n) return detail::invalid("out has ", out.size(), " numbers: the domain has ", n);
+  if (Status s = detail::check_attention(queries, domain, pooled, options, out.size()); !s) return s;
   if (Status s = work.require(attention_workspace_size(queries.group, queries.rows, queries.dim, n)); !s) return s;
 
   const Workspace::Frame frame(work);
   const detail::AttentionScratch scratch(work, queries.group, queries.rows, queries.dim, n);
-  ScoreReport report;
-  for (index_t r = 0; r < all_rows; ++r)
-    report.num_non_finite += detail::all_finite(queries.data + r * queries.dim, queries.dim) ? 0 : 1;
+  ScoreReport report{detail::num_non_finite_rows(queries)};
 
   const bool meet_in_logits = options.group_stage == GroupStage::logits;
-  const detail::RowLayout rows = detail::reduces_at_once(options) ? detail::row_layout(1, all_rows, detail::lanes)
-                                 : meet_in_logits                 ? detail::row_layout(queries.group, queries.rows, 4)
+  const detail::RowLayout rows = detail::reduces_at_once(options)
+                                     ? detail::row_layout(1, queries.group * queries.rows, detail::lanes)
+                                 : meet_in_logits ? detail::row_layout(queries.group, queries.rows, 4)
                                                   : detail::row_layout(queries.group, queries.rows, detail::lanes);
   const detail::RowLayout kept = meet_in_logits ? detail::row_layout(1, queries.rows, detail::lanes) : rows;
-  const detail::LogitTile logit_tile(queries, options, rows, scratch);
-  std::fill(scratch.top.begin(), scratch.top.end(), detail::masked_logit);
-  std::fill(scratch.sum.begin(), scratch.sum.end(), 0.0F);
-  for (index_t j = 0; j < n; j += detail::tile_keys) {
-    const index_t count = std::min(detail::tile_keys, n - j);
-    const ConstRows tile = keys(domain.first + j, count, scratch.decoded.data());
-    float* const logits = scratch.logits.data() + j * kept.total;
-    float* const filled = meet_in_logits ? scratch.tile.data() : logits;
-    logit_tile.fill(tile, domain.first + j, filled, scratch.bad_key.data() + j);
-    if (meet_in_logits)
-      detail::run<detail::ReduceGroup>(filled, count, rows.heads, rows.padded, rows.total, options.over_heads == Reduce::mean,
-                                       logits, kept.total);
-    detail::run<detail::AddToSoftmax>(logits, count, kept.total, scratch.top.data(), scratch.sum.data());
-  }
-  detail::log_of_sums(kept, queries.sink_logits, scratch);
+  detail::form_logits(keys, queries, domain, options, rows, kept, scratch);
 
   const auto poolable = [&](std::span<float> scores) {
     return scores.subspan(static_cast<std::size_t>(pooled.first - domain.first), static_cast<std::size_t>(pooled.size()));

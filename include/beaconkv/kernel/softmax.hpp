@@ -212,4 +212,105 @@ struct ReduceRows {
   }
 };
 
+/// Two kinds of rows apart: `a` the largest weight that rows of the first kind give a key, `row` the lowest row that gives it,
+/// `b` the largest of the second kind. `shift_a` and `shift_b` are `ReduceRows`' shift, masked for rows of the other kind; all
+/// `rows` rows, a multiple of `lanes` below 2^24.
+struct ReduceTwoKinds {
+  template <class Isa>
+  BEACONKV_KERNEL void run(const float* logits, index_t count, index_t rows, const float* top, const float* shift_a,
+                           const float* shift_b, float* a, slot_t* row, float* b) noexcept {
+    for (index_t j = 0; j < count; j += 4) {
+      Float4 most_a[4], reached_by[4], most_b[4];
+      for (index_t i = 0; i < 4; ++i) {
+        const index_t key = j + i < count ? j + i : count - 1;
+        over_rows<Isa>(most_a[i], reached_by[i], most_b[i], logits + key * rows, rows, top, shift_a, shift_b);
+      }
+      largest_of_each(most_a);
+      largest_of_each(reached_by);
+      largest_of_each(most_b);
+      exp_not_positive<Baseline>(most_a[0]);
+      exp_not_positive<Baseline>(most_b[0]);
+      float of_a[4], of_b[4];
+      slot_t of_row[4];
+      store(of_a, most_a[0]);
+      store(of_b, most_b[0]);
+      store(of_row, __builtin_convertvector(-reached_by[0], Int4));
+      for (index_t i = 0; i < 4 && j + i < count; ++i) {
+        a[j + i] = of_a[i];
+        row[j + i] = of_row[i];
+        b[j + i] = of_b[i];
+      }
+    }
+  }
+
+ private:
+  /// `x[0][i] = ` the largest number of `x[i]`.
+  BEACONKV_KERNEL void largest_of_each(Float4 (&x)[4]) noexcept {
+    transpose(x[0], x[1], x[2], x[3]);
+    raise_to(x[0], x[2]);
+    raise_to(x[1], x[3]);
+    raise_to(x[0], x[1]);
+  }
+
+  /// The largest of four, in each lane of a register.
+  template <class F>
+  BEACONKV_KERNEL void spread_largest(F& all, const Float4& x) noexcept {
+    Float4 most = __builtin_shufflevector(x, x, 2, 3, 0, 1);
+    raise_to(most, x);
+    const Float4 other = __builtin_shufflevector(most, most, 1, 0, 3, 2);
+    raise_to(most, other);
+    if constexpr (sizeof(F) == sizeof(Float4))
+      all = most;
+    else if constexpr (sizeof(F) == sizeof(Float8))
+      all = __builtin_shufflevector(most, most, 0, 0, 0, 0, 0, 0, 0, 0);
+    else
+      all = __builtin_shufflevector(most, most, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+  }
+
+  template <class Isa>
+  BEACONKV_KERNEL void over_rows(Float4& most_a, Float4& reached_by, Float4& most_b, const float* logits, index_t rows,
+                                 const float* top, const float* shift_a, const float* shift_b) noexcept {
+    using F = typename Isa::Floats;
+    using I = typename Isa::Ints;
+    constexpr float from_zero[lanes] = {0, -1, -2, -3, -4, -5, -6, -7, -8, -9, -10, -11, -12, -13, -14, -15};
+    Lanes<Isa> number, a, b, by;  // rows count down from 0, so that the lowest is the largest
+    Lanes<Isa>::read(number, from_zero);
+    Lanes<Isa>::read(by, from_zero);
+    Lanes<Isa>::fill(a, masked_logit);
+    Lanes<Isa>::fill(b, masked_logit);
+    for (index_t r = 0; r < rows; r += lanes) {
+      Lanes<Isa> z, largest, offset_a, offset_b;
+      Lanes<Isa>::read(z, logits + r);
+      Lanes<Isa>::read(largest, top + r);
+      Lanes<Isa>::read(offset_a, shift_a + r);
+      Lanes<Isa>::read(offset_b, shift_b + r);
+      BEACONKV_UNROLL for (index_t i = 0; i < Lanes<Isa>::count; ++i) {
+        const F below = z.part[i] - largest.part[i];
+        const F of_a = below + offset_a.part[i];
+        const F of_b = below + offset_b.part[i];
+        I more;
+        bits_of(more, F(a.part[i] - of_a));
+        mask_negative(more, more);
+        select(by.part[i], more, number.part[i], by.part[i]);
+        raise_to(a.part[i], of_a);
+        raise_to(b.part[i], of_b);
+        number.part[i] -= static_cast<float>(lanes);
+      }
+    }
+    largest_four(most_a, a);
+    largest_four(most_b, b);
+    F all;
+    spread_largest(all, most_a);
+    I largest;
+    bits_of(largest, all);
+    BEACONKV_UNROLL for (index_t i = 0; i < Lanes<Isa>::count; ++i) {
+      I less;
+      bits_of(less, a.part[i]);
+      mask_not_zero(less, I(less ^ largest));
+      select(by.part[i], less, F(F{} - 1e9F), by.part[i]);
+    }
+    largest_four(reached_by, by);
+  }
+};
+
 }  // namespace beaconkv::inline v0::detail

@@ -102,6 +102,20 @@ class BeaconQueries {
     const index_t bank = of(head).size();
     return i < bank ? of(head).tags()[static_cast<std::size_t>(i)] : ring_.position(i - bank);
   }
+  /// Beacons of each head that `write_rows` shows now.
+  [[nodiscard]] index_t num_tags() const noexcept { return num_beacons(); }
+  /// Where they were observed, to `out` `[query_heads][num_tags()]`, in the order of `write_rows`: ascending. Takes as much of
+  /// `work` as that does.
+  [[nodiscard]] Status write_tags(position_t* out, Workspace& work) const {
+    if (beacons_.empty()) return {};
+    const Workspace::Frame frame(work);
+    const std::span<slot_t> kept = work.take<slot_t>(n_beacon_);
+    return for_each_head(num_waiting(), work, [&](index_t h, const WaitingRows& waiting, auto next) -> Status {
+      if (Result<index_t> count = of(h).would_keep(kept, work, waiting, next); !count) return count.status();
+      for (index_t r = 0; r < num_beacons(); ++r) *out++ = pool_position(h, kept[static_cast<std::size_t>(r)]);
+      return {};
+    });
+  }
   [[nodiscard]] index_t num_recent() const noexcept { return ring_.size() - num_waiting(); }
 
   /// Beacons first, then the recent queries, oldest first. All heads have equally many.

@@ -97,21 +97,26 @@ class EvictionPolicy : public PolicyScoring<ObserverT, ScorerT, ScheduleT> {
   }
 
   /// `score` and `select`: what to keep now, by the schedule. A cache within its budget keeps everything. Changes nothing but
-  /// `plan`. Refused where the protected tokens alone exceed the budget.
+  /// `plan`, and what a scorer notes while it scores (`score`). Refused where the protected tokens alone exceed the budget.
   template <CacheReader Cache>
   [[nodiscard]] Status plan(const Cache& cache, Workspace& work, KeepPlan& plan) const {
-    return plan_scored(cache, work, plan, all_candidates(cache),
-                       [&](ScoreMatrix out) { return this->score(cache, out, work); });
+    return plan_by(*this, cache, work, plan);
+  }
+  template <CacheReader Cache>
+  [[nodiscard]] Status plan(const Cache& cache, Workspace& work, KeepPlan& plan) requires(Base::may_take_notes) {
+    return plan_by(*this, cache, work, plan);
   }
   /// The same with the KV heads spread over threads, where scores are formed head by head; the same bits. Worker `i` uses
   /// `works[i]`, each as large as `workspace_size` says.
   template <CacheReader Cache, class ExecutorT>
   requires Executor<std::remove_cvref_t<ExecutorT>>
   [[nodiscard]] Status plan(const Cache& cache, std::span<Workspace> works, KeepPlan& plan, ExecutorT&& executor) const {
-    if (works.empty()) return detail::invalid("works is empty: there must be one for each worker");
-    return plan_scored(cache, works[0], plan, all_candidates(cache), [&](ScoreMatrix out) {
-      return this->scores_by_head() ? this->score(cache, out, works, executor) : this->score(cache, out, works[0]);
-    });
+    return plan_by(*this, cache, works, plan, executor);
+  }
+  template <CacheReader Cache, class ExecutorT>
+  requires(Executor<std::remove_cvref_t<ExecutorT>>&& Base::may_take_notes) [[nodiscard]] Status
+      plan(const Cache& cache, std::span<Workspace> works, KeepPlan& plan, ExecutorT&& executor) {
+    return plan_by(*this, cache, works, plan, executor);
   }
   /// The same by scores that were formed before: `score(out)` writes them, and only `candidates(head)` compete, slots that all
   /// have a score. For evictions whose scoring is spread over several steps.
@@ -136,7 +141,7 @@ class EvictionPolicy : public PolicyScoring<ObserverT, ScorerT, ScheduleT> {
                                rules_.protected_ranges().size(), ")");
     }
     // A scorer that follows plans looks at a cache of exactly its budget, too, where an eviction is due.
-    if (!anything_to_do && !(follows_plans && due(cache))) return plan_everything(cache, plan);
+    if (!anything_to_do && !(follows_all_plans && due(cache))) return plan_everything(cache, plan);
     return plan_to(
         cache, work, plan, [&](index_t h) { return schedule_.target(state_of(cache, h)); }, candidates, score);
   }
@@ -145,20 +150,12 @@ class EvictionPolicy : public PolicyScoring<ObserverT, ScorerT, ScheduleT> {
   /// go and the plan's `shortfall` tells how many are missing.
   template <CacheReader Cache>
   [[nodiscard]] Status plan_free(const Cache& cache, index_t count, Workspace& work, KeepPlan& plan) const {
-    if (Status s = check_cache(cache); !s) return s;
-    if (count < 0) return detail::invalid("count = ", count, ": must not be negative");
-    static_assert(!is_per_sequence<Cache>, "one set for all layers: score every layer and select once, as Sequence does");
-    if (count == 0) return plan_everything(cache, plan);
-    const auto target = [&](index_t h) {
-      const index_t tokens = detail::tokens_of(cache, h);
-      return count < tokens ? tokens - count : std::min<index_t>(1, tokens);  // no cache ends up empty
-    };
-    const auto score = [&](ScoreMatrix out) { return this->score(cache, out, work); };
-    if (Status s = plan_to(cache, work, plan, target, all_candidates(cache), score); !s) return s;
-    index_t missing = 0;
-    for (index_t h = 0; h < plan.sets(); ++h) missing = std::max(missing, count - plan.num_evicted(h));
-    plan.report(missing, plan.num_non_finite());
-    return {};
+    return plan_free_by(*this, cache, count, work, plan);
+  }
+  template <CacheReader Cache>
+  [[nodiscard]] Status plan_free(const Cache& cache, index_t count, Workspace& work,
+                                 KeepPlan& plan) requires(Base::may_take_notes) {
+    return plan_free_by(*this, cache, count, work, plan);
   }
 
   /// What `commit` would refuse: ask before the plan is applied.
@@ -207,6 +204,7 @@ class EvictionPolicy : public PolicyScoring<ObserverT, ScorerT, ScheduleT> {
   static constexpr bool follows_plans = requires(ScorerT scorer, const KeepPlan& plan, const Shape& shape) {
     scorer.commit(plan, shape);
   };
+  static constexpr bool follows_all_plans = follows_plans && !requires { requires ScorerT::follows_evictions_only; };
 
   template <class Cache>
   static constexpr bool is_per_sequence = requires {
@@ -281,6 +279,39 @@ class EvictionPolicy : public PolicyScoring<ObserverT, ScorerT, ScheduleT> {
     if (!report) return report.status();
     if (Status s = select_each(cache, scores, work, plan, target, candidates); !s) return s;
     plan.report(plan.shortfall(), report->num_non_finite);
+    return {};
+  }
+
+  // `Self` is this class, const where nothing is noted.
+
+  template <class Self, CacheReader Cache>
+  [[nodiscard]] static Status plan_by(Self& self, const Cache& cache, Workspace& work, KeepPlan& plan) {
+    return self.plan_scored(cache, work, plan, self.all_candidates(cache),
+                            [&](ScoreMatrix out) { return self.score(cache, out, work); });
+  }
+  template <class Self, CacheReader Cache, class ExecutorT>
+  [[nodiscard]] static Status plan_by(Self& self, const Cache& cache, std::span<Workspace> works, KeepPlan& plan,
+                                      ExecutorT& executor) {
+    if (works.empty()) return detail::invalid("works is empty: there must be one for each worker");
+    return self.plan_scored(cache, works[0], plan, self.all_candidates(cache), [&](ScoreMatrix out) {
+      return self.scores_by_head() ? self.score(cache, out, works, executor) : self.score(cache, out, works[0]);
+    });
+  }
+  template <class Self, CacheReader Cache>
+  [[nodiscard]] static Status plan_free_by(Self& self, const Cache& cache, index_t count, Workspace& work, KeepPlan& plan) {
+    if (Status s = self.check_cache(cache); !s) return s;
+    if (count < 0) return detail::invalid("count = ", count, ": must not be negative");
+    static_assert(!is_per_sequence<Cache>, "one set for all layers: score every layer and select once, as Sequence does");
+    if (count == 0) return self.plan_everything(cache, plan);
+    const auto target = [&](index_t h) {
+      const index_t tokens = detail::tokens_of(cache, h);
+      return count < tokens ? tokens - count : std::min<index_t>(1, tokens);  // no cache ends up empty
+    };
+    const auto score = [&](ScoreMatrix out) { return self.score(cache, out, work); };
+    if (Status s = self.plan_to(cache, work, plan, target, self.all_candidates(cache), score); !s) return s;
+    index_t missing = 0;
+    for (index_t h = 0; h < plan.sets(); ++h) missing = std::max(missing, count - plan.num_evicted(h));
+    plan.report(missing, plan.num_non_finite());
     return {};
   }
 

@@ -5,7 +5,10 @@
 /// From what a policy remembers to scores: the layer as a whole, head by head, on one thread or on several.
 
 #include <algorithm>
+#include <concepts>
+#include <cstdint>
 #include <span>
+#include <type_traits>
 #include <utility>
 
 #include "beaconkv/executor.hpp"
@@ -23,6 +26,28 @@ template <class Scorer>
   return false;
 }
 
+/// Whether the scorer may take notes while it scores (`Scorer`).
+template <class Scorer>
+concept NoteTaker = requires(Scorer scorer, const Scorer& view, const Shape& shape, index_t n, std::uint64_t epoch) {
+  { view.takes_notes() } -> std::same_as<bool>;
+  scorer.reserve(shape, n, n);
+  scorer.noted(epoch);
+};
+
+/// Whether the observer tells where its leading rows were observed.
+template <class ObserverT>
+concept ShowsTags = requires(const ObserverT& observer, position_t* out, Workspace& work) {
+  { observer.num_tags() } -> std::same_as<index_t>;
+  { observer.write_tags(out, work) } -> std::same_as<Status>;
+};
+
+template <class Scorer>
+[[nodiscard]] bool takes_notes(const Scorer& scorer) {
+  if constexpr (NoteTaker<Scorer>) return scorer.takes_notes();
+  static_cast<void>(scorer);
+  return false;
+}
+
 /// What one KV head's query heads observed.
 [[nodiscard]] inline Observations of_head(const Observations& all, index_t head, index_t group) noexcept {
   const index_t rows = group * all.rows;
@@ -31,7 +56,11 @@ template <class Scorer>
           group,
           all.rows,
           all.dim,
-          head * group};
+          head * group,
+          all.tags.empty() ? 0 : all.beacons,
+          all.tags.empty() ? all.tags
+                           : all.tags.subspan(static_cast<std::size_t>(head * group * all.beacons),
+                                              static_cast<std::size_t>(group * all.beacons))};
 }
 
 /// Calls `score(head, workspace)` for the heads `[first, last)`, spread over threads, and adds up what they met. The first
@@ -63,11 +92,14 @@ class PolicyScoring : public PolicyState<ObserverT, ScorerT, ScheduleT> {
  public:
   using Base = PolicyState<ObserverT, ScorerT, ScheduleT>;
   using typename Base::Parts;
+  /// Whether scoring may note something for `commit`, where the policy is not const.
+  static constexpr bool may_take_notes = detail::NoteTaker<ScorerT>;
 
   /// Scratch of `score` alone, over at most `tokens` cached tokens.
   [[nodiscard]] WorkspaceSize score_workspace_size(index_t tokens) const {
     return detail::measure([&](Workspace& work) {
       take_observations(work, observer_.max_rows());
+      static_cast<void>(work.take<position_t>(max_tags()));
       static_cast<void>(work.take<index_t>(shape_.kv_heads));
       const std::size_t inner =
           std::max({observer_.workspace_size().bytes, rope_cursor_workspace_size(rope_.rotary_dim()).bytes,
@@ -80,17 +112,13 @@ class PolicyScoring : public PolicyState<ObserverT, ScorerT, ScheduleT> {
   /// ranks can reduce in between. Changes nothing.
   template <CacheReader Cache>
   [[nodiscard]] Result<ScoreReport> score(const Cache& cache, ScoreMatrix out, Workspace& work) const {
-    if constexpr (detail::is_ragged<Cache>()) {
-      return score(cache, out, std::span(&work, 1), SerialExecutor{});
-    } else {
-      static_assert(Scorer<ScorerT, Cache>);
-      if (Status s = check_before_scoring(cache, out, work); !s) return s;
-      const Workspace::Frame frame(work);
-      const auto [queries, positions] = take_observations(work, observer_.rows());
-      const Result<Observations> seen = observe_now(cache, queries, positions, work);
-      if (!seen) return seen.status();
-      return scorer_.score(cache, *seen, candidates_of(cache, 0), out, work);
-    }
+    return score_by(*this, cache, out, work);
+  }
+  /// The same of a policy whose scorer takes notes: what keys would remember is noted for the `commit` of a plan that is made
+  /// of these scores. Nothing else changes. Allocates where the cache holds more than there is room for (`reserve`).
+  template <CacheReader Cache>
+  [[nodiscard]] Result<ScoreReport> score(const Cache& cache, ScoreMatrix out, Workspace& work) requires(may_take_notes) {
+    return score_by(*this, cache, out, work);
   }
 
   /// The same with the KV heads spread over threads: the same bits. Worker `i` uses `works[i]`, each of them as large as
@@ -99,20 +127,18 @@ class PolicyScoring : public PolicyState<ObserverT, ScorerT, ScheduleT> {
   requires Executor<std::remove_cvref_t<ExecutorT>>
   [[nodiscard]] Result<ScoreReport> score(const Cache& cache, ScoreMatrix out, std::span<Workspace> works,
                                           ExecutorT&& executor) const {
-    if (works.empty()) return detail::invalid("works is empty: there must be one for each worker");
-    for (const Workspace& work : works)
-      if (Status s = check_before_scoring(cache, out, work); !s) return s;
-    if (!scores_by_head())
-      return detail::error(StatusCode::unsupported, "scores over all heads of a layer: cannot be formed head by head");
-    const Workspace::Frame frame(works[0]);
-    const auto [queries, positions] = take_observations(works[0], observer_.rows());
-    const Result<Observations> seen = observe_now(cache, queries, positions, works[0]);
-    if (!seen) return seen.status();
-    return detail::spread_heads(0, shape_.kv_heads, works, executor, [&](index_t h, Workspace& work) {
-      const index_t tokens = detail::tokens_of(cache, h);
-      return score_head(cache, h, tokens, candidates_of(cache, h), *seen, out.row(h), work);
-    });
+    return score_by(*this, cache, out, works, executor);
   }
+  template <CacheReader Cache, class ExecutorT>
+  requires(Executor<std::remove_cvref_t<ExecutorT>>&& may_take_notes)
+      [[nodiscard]] Result<ScoreReport> score(const Cache& cache, ScoreMatrix out, std::span<Workspace> works,
+                                              ExecutorT&& executor) {
+    return score_by(*this, cache, out, works, executor);
+  }
+
+  /// Room for what the scorer notes of a cache of `capacity` tokens: then no scoring allocates. Where a schedule has a `max`,
+  /// there is room for a little more than that from the beginning. Allocates.
+  void reserve(index_t capacity) requires(may_take_notes) { scorer_.reserve(shape_, observer_.max_rows(), capacity); }
 
   /// Whether a head's scores depend on this head alone.
   [[nodiscard]] bool scores_by_head() const noexcept { return !detail::needs_all_heads(scorer_); }
@@ -129,11 +155,24 @@ class PolicyScoring : public PolicyState<ObserverT, ScorerT, ScheduleT> {
   /// `[query_heads][observer().rows()][head_dim]`, `positions` `[query_heads][rows]`.
   template <CacheReader Cache>
   [[nodiscard]] Result<Observations> observe_now(const Cache& cache, std::span<float> queries, std::span<position_t> positions,
-                                                 Workspace& work) const {
+                                                 Workspace& work, std::span<position_t> tags = {}) const {
     const index_t rows = observer_.rows();
     if (Status s = observer_.write_rows(this->rope(), next_position_ - 1, queries.data(), positions.data(), work); !s) return s;
     detail::move_to_rotary_positions(cache, this->rope(), shape_, rows, queries, positions, work);
-    return Observations{queries.data(), positions, shape_.query_heads, rows, shape_.head_dim, 0};
+    Observations seen{queries.data(), positions, shape_.query_heads, rows, shape_.head_dim, 0};
+    if constexpr (detail::ShowsTags<ObserverT>) {
+      if (tags.empty()) return seen;
+      if (Status s = observer_.write_tags(tags.data(), work); !s) return s;
+      seen.beacons = observer_.num_tags();
+      seen.tags = tags;
+    }
+    return seen;
+  }
+  /// How many `tags` that call wants now: `query_heads` times the beacons where the scorer takes notes, else none.
+  [[nodiscard]] index_t num_tags() const noexcept {
+    if constexpr (detail::ShowsTags<ObserverT>)
+      if (detail::takes_notes(scorer_)) return shape_.query_heads * observer_.num_tags();
+    return 0;
   }
 
   /// Scores of the `candidates` among the first `tokens` of one KV head, to `out` (`tokens` of them). `all` is what
@@ -141,8 +180,26 @@ class PolicyScoring : public PolicyState<ObserverT, ScorerT, ScheduleT> {
   template <CacheReader Cache>
   [[nodiscard]] Result<ScoreReport> score_head(const Cache& cache, index_t head, index_t tokens, Range candidates,
                                                const Observations& all, std::span<float> out, Workspace& work) const {
-    return scorer_.score(detail::HeadReader<Cache>(cache, head, tokens), detail::of_head(all, head, shape_.group()), candidates,
-                         {out.data(), 1, tokens}, work);
+    return score_head_by(*this, cache, head, tokens, candidates, all, out, work);
+  }
+  /// The same, and notes. `prepare_notes` comes before all heads, `finish_notes` behind them.
+  template <CacheReader Cache>
+  [[nodiscard]] Result<ScoreReport> score_head(const Cache& cache, index_t head, index_t tokens, Range candidates,
+                                               const Observations& all, std::span<float> out,
+                                               Workspace& work) requires(may_take_notes) {
+    return score_head_by(*this, cache, head, tokens, candidates, all, out, work);
+  }
+  template <CacheReader Cache>
+  void prepare_notes(const Cache& cache) {
+    if constexpr (may_take_notes)
+      scorer_.reserve(shape_, observer_.max_rows(), cache.num_tokens() - candidates_of(cache, 0).first);
+    static_cast<void>(cache);
+  }
+  /// What was noted is for plans of the present state of the cache.
+  template <CacheReader Cache>
+  void finish_notes(const Cache& cache) noexcept {
+    if constexpr (may_take_notes) scorer_.noted(cache.epoch());
+    static_cast<void>(cache);
   }
 
   /// The slots of `head` that compete: behind the protected prefix and the pinned one, before the newest tokens.
@@ -155,7 +212,14 @@ class PolicyScoring : public PolicyState<ObserverT, ScorerT, ScheduleT> {
   }
 
  protected:
-  PolicyScoring(const Shape& shape, const Parts& parts) : Base(shape, parts) {}
+  PolicyScoring(const Shape& shape, const Parts& parts) : Base(shape, parts) {
+    if constexpr (may_take_notes) {
+      index_t slots = 0;
+      if constexpr (requires { parts.schedule.max; })
+        slots = parts.schedule.max > reserved_at_most ? 0 : parts.schedule.max + parts.schedule.max / 8 + 16;
+      scorer_.reserve(shape_, observer_.max_rows(), slots);
+    }
+  }
 
   using Base::after_prefill_;
   using Base::next_position_;
@@ -211,6 +275,66 @@ class PolicyScoring : public PolicyState<ObserverT, ScorerT, ScheduleT> {
   }
 
  private:
+  /// A budget beyond this is none (nothing is ever evicted): room comes when it is needed.
+  static constexpr index_t reserved_at_most = index_t{1} << 24;
+
+  /// `Self` is this class, const where nothing is noted.
+  template <class Self, CacheReader Cache>
+  [[nodiscard]] static Result<ScoreReport> score_by(Self& self, const Cache& cache, ScoreMatrix out, Workspace& work) {
+    if constexpr (detail::is_ragged<Cache>()) {
+      return score_by(self, cache, out, std::span(&work, 1), SerialExecutor{});
+    } else {
+      static_assert(Scorer<ScorerT, Cache>);
+      if (Status s = self.check_before_scoring(cache, out, work); !s) return s;
+      const Workspace::Frame frame(work);
+      const auto [queries, positions] = self.take_observations(work, self.observer_.rows());
+      const std::span<position_t> tags = work.take<position_t>(self.num_tags());
+      const Result<Observations> seen = self.observe_now(cache, queries, positions, work, tags);
+      if (!seen) return seen.status();
+      if constexpr (!std::is_const_v<Self>) self.prepare_notes(cache);
+      const Result<ScoreReport> report = self.scorer_.score(cache, *seen, self.candidates_of(cache, 0), out, work);
+      if constexpr (!std::is_const_v<Self>)
+        if (report) self.finish_notes(cache);
+      return report;
+    }
+  }
+  template <class Self, CacheReader Cache, class ExecutorT>
+  [[nodiscard]] static Result<ScoreReport> score_by(Self& self, const Cache& cache, ScoreMatrix out, std::span<Workspace> works,
+                                                    ExecutorT&& executor) {
+    if (works.empty()) return detail::invalid("works is empty: there must be one for each worker");
+    for (const Workspace& work : works)
+      if (Status s = self.check_before_scoring(cache, out, work); !s) return s;
+    if (!self.scores_by_head())
+      return detail::error(StatusCode::unsupported, "scores over all heads of a layer: cannot be formed head by head");
+    const Workspace::Frame frame(works[0]);
+    const auto [queries, positions] = self.take_observations(works[0], self.observer_.rows());
+    const std::span<position_t> tags = works[0].template take<position_t>(self.num_tags());
+    const Result<Observations> seen = self.observe_now(cache, queries, positions, works[0], tags);
+    if (!seen) return seen.status();
+    if constexpr (!std::is_const_v<Self>) self.prepare_notes(cache);
+    const Result<ScoreReport> report =
+        detail::spread_heads(0, self.shape_.kv_heads, works, executor, [&](index_t h, Workspace& work) {
+          const index_t tokens = detail::tokens_of(cache, h);
+          return score_head_by(self, cache, h, tokens, self.candidates_of(cache, h), *seen, out.row(h), work);
+        });
+    if constexpr (!std::is_const_v<Self>)
+      if (report) self.finish_notes(cache);
+    return report;
+  }
+  template <class Self, CacheReader Cache>
+  [[nodiscard]] static Result<ScoreReport> score_head_by(Self& self, const Cache& cache, index_t head, index_t tokens,
+                                                         Range candidates, const Observations& all, std::span<float> out,
+                                                         Workspace& work) {
+    return self.scorer_.score(detail::HeadReader<Cache>(cache, head, tokens), detail::of_head(all, head, self.shape_.group()),
+                              candidates, {out.data(), 1, tokens}, work);
+  }
+
+  /// The most tags that `observe_now` wants.
+  [[nodiscard]] index_t max_tags() const noexcept {
+    if (!detail::ShowsTags<ObserverT> || !detail::takes_notes(scorer_)) return 0;
+    return shape_.query_heads * observer_.max_rows();
+  }
+
   template <CacheReader Cache>
   [[nodiscard]] Status check_before_scoring(const Cache& cache, const ScoreMatrix& out, const Workspace& work) const {
     if (Status s = check_scores(cache, out, false); !s) return s;

@@ -27,6 +27,7 @@ struct RPCOptions {
   std::optional<float> scale{};
   std::optional<float> logit_softcap{};
   std::span<const float> sink_logits{};  ///< of each query head, of a model with learned sinks; must outlive the policy
+  bool value_norm = false;               ///< final scores times the Euclidean length of the key's value; not in the paper
 };
 
 /// RPC (arXiv 2505.13866), algorithm 1 and its published code.
@@ -58,7 +59,8 @@ class RPC : public EvictionPolicy<RecentQueries, ScorerT, ScheduleT> {
             .softmax_domain = o.softmax_domain,
             .head_scope = o.head_scope,
             .causal = o.causal,
-            .sink_logits = o.sink_logits};
+            .sink_logits = o.sink_logits,
+            .value_norm = o.value_norm};
   }
 
   /// The policy, or what is wrong with its options. Without a table queries must come rotated.

@@ -11,6 +11,7 @@
 #include "beaconkv/keep_plan.hpp"
 #include "beaconkv/memory/cache_buffer.hpp"
 #include "beaconkv/policy/observer.hpp"
+#include "beaconkv/policy/value_norm.hpp"
 
 namespace beaconkv::inline v0 {
 
@@ -34,7 +35,11 @@ struct ScoreMatrix {
 /// * optional `needs_all_heads()`: true where a head's scores depend on other heads, which a ragged cache cannot offer. Others
 ///   may be asked for one head at a time, as if it were a layer, and for several on as many threads; which head it is tells
 ///   `observations.first_query_head`, the first query head of its group.
-/// * optional `commit(plan, shape)`: follows an applied plan with per-slot state; `state_bytes()` reports its size.
+/// * optional `commit(plan, shape)`: follows an applied plan with per-slot state; `state_bytes()` reports its size. A static
+///   `follows_evictions_only` spares it plans that evict nothing.
+/// * optional `score` that is not const, beside the const one: notes what `commit` will need, where `takes_notes()`. Comes with
+///   `reserve(shape, rows, slots)`, called before each scoring, and `noted(epoch)`, called behind it. Its observations have
+///   tags.
 /// * optional `scores_every_slot = true`: `out` is written for all slots, and `plan.kept_scores` has those of protected ones,
 /// too.
 template <class S, class Cache>
@@ -68,6 +73,7 @@ struct AttentionScorer {
   bool causal = true;                       ///< false: a query sees keys newer than itself, too
   std::span<const float> sink_logits{};     ///< `[query_heads]` of a model with learned sinks, which share every softmax;
                                             ///< must outlive the scorer
+  bool value_norm = false;                  ///< each final score times the Euclidean length of the key's value
 
   [[nodiscard]] Status validate(const Shape& shape) const {
     const auto sinks = static_cast<index_t>(sink_logits.size());
@@ -87,39 +93,67 @@ struct AttentionScorer {
     const Workspace::Frame frame(work);
     const index_t group = observations.query_heads / out.heads;
     const std::span<slot_t> visible = work.take<slot_t>(group * observations.rows);
-    const Range domain = softmax_domain == SoftmaxDomain::all_visible ? Range{0, out.tokens} : candidates;
+    const Range shared = domain(candidates, out.tokens);
     AttentionOptions options = attention;
     if (head_scope == HeadScope::layer && options.pool_stage == PoolStage::kv_head) options.pool = {};  // pooled below, once
     ScoreReport report;
     for (index_t h = 0; h < out.heads; ++h) {
-      const index_t first_row = h * group * observations.rows;
-      for (index_t r = 0; r < group * observations.rows; ++r)
-        visible[static_cast<std::size_t>(r)] =
-            causal ? static_cast<slot_t>(detail::slot_at_or_behind(
-                         cache, h, observations.positions[static_cast<std::size_t>(first_row + r)] + 1))
-                   : static_cast<slot_t>(out.tokens);
-      AttentionQueries queries{
-          observations.queries + first_row * observations.dim, group, observations.rows, observations.dim, visible, {}};
-      if (!sink_logits.empty())
-        queries.sink_logits = sink_logits.subspan(static_cast<std::size_t>(observations.first_query_head + h * group),
-                                                  static_cast<std::size_t>(group));
+      const AttentionQueries queries = queries_of_head(cache, observations, h, group, out.tokens, visible);
       const auto keys = [&](index_t first, index_t count, float* scratch) { return cache.keys(h, first, count, scratch); };
       const std::span<float> row = out.row(h);
       std::fill(row.begin(), row.end(), 0.0F);
       const Result<ScoreReport> part =
-          attention_scores(keys, queries, domain, candidates, options,
-                           row.subspan(static_cast<std::size_t>(domain.first), static_cast<std::size_t>(domain.size())), work);
+          attention_scores(keys, queries, shared, candidates, options,
+                           row.subspan(static_cast<std::size_t>(shared.first), static_cast<std::size_t>(shared.size())), work);
       if (!part) return part;
       report.num_non_finite += part->num_non_finite;
     }
     if (head_scope == HeadScope::layer) share_over_heads(out, candidates, work);
+    for (index_t h = 0; h < out.heads; ++h) {
+      const Result<index_t> bad = weigh_by_values(cache, h, candidates, observations.dim, out.row(h), work);
+      if (!bad) return bad.status();
+      report.num_non_finite += *bad;
+    }
     return report;
+  }
+
+  // What scorers that are made of this one share.
+
+  /// The keys that share each row's softmax.
+  [[nodiscard]] Range domain(Range candidates, index_t tokens) const noexcept {
+    return softmax_domain == SoftmaxDomain::all_visible ? Range{0, tokens} : candidates;
+  }
+  /// The rows of one head's group, with what each sees, which is written to `visible` `[group][rows]`.
+  template <CacheReader Cache>
+  [[nodiscard]] AttentionQueries queries_of_head(const Cache& cache, const Observations& observations, index_t head,
+                                                 index_t group, index_t tokens, std::span<slot_t> visible) const {
+    const index_t first_row = head * group * observations.rows;
+    for (index_t r = 0; r < group * observations.rows; ++r)
+      visible[static_cast<std::size_t>(r)] =
+          causal ? static_cast<slot_t>(detail::slot_at_or_behind(
+                       cache, head, observations.positions[static_cast<std::size_t>(first_row + r)] + 1))
+                 : static_cast<slot_t>(tokens);
+    AttentionQueries queries{
+        observations.queries + first_row * observations.dim, group, observations.rows, observations.dim, visible, {}};
+    if (!sink_logits.empty())
+      queries.sink_logits = sink_logits.subspan(static_cast<std::size_t>(observations.first_query_head + head * group),
+                                                static_cast<std::size_t>(group));
+    return queries;
+  }
+  /// The last step, where `value_norm` asks for it. Returns how many values are not finite.
+  template <CacheReader Cache>
+  [[nodiscard]] Result<index_t> weigh_by_values(const Cache& cache, index_t head, Range candidates, index_t head_dim,
+                                                std::span<float> scores, Workspace& work) const {
+    if (!value_norm) return index_t{0};
+    return detail::multiply_by_value_norms(cache, head, candidates, head_dim, scores, work);
   }
 
   [[nodiscard]] WorkspaceSize workspace_size(const Shape& shape, index_t rows, index_t tokens) const {
     return detail::measure([&](Workspace& work) {
       static_cast<void>(work.take<slot_t>(shape.group() * rows));
-      static_cast<void>(detail::AttentionScratch(work, shape.group(), rows, shape.head_dim, tokens));
+      const WorkspaceSize inner = max(attention_workspace_size(shape.group(), rows, shape.head_dim, tokens),
+                                      value_norm ? detail::value_norm_workspace_size(shape.head_dim) : WorkspaceSize{});
+      static_cast<void>(work.take<std::byte>(static_cast<index_t>(inner.bytes)));
     });
   }
 

@@ -23,6 +23,7 @@ struct SnapKVOptions {
   std::optional<float> scale{};
   std::optional<float> logit_softcap{};
   std::span<const float> sink_logits{};  ///< of each query head, of a model with learned sinks; must outlive the policy
+  bool value_norm = false;               ///< final scores times the Euclidean length of the key's value; not in the paper
 };
 
 /// SnapKV (arXiv 2404.14469), section 3 and its published code.
@@ -53,7 +54,8 @@ class SnapKV : public EvictionPolicy<RecentQueries, ScorerT, ScheduleT> {
                           .scale = o.scale,
                           .logit_softcap = o.logit_softcap},
             .softmax_domain = o.softmax_domain,
-            .sink_logits = o.sink_logits};
+            .sink_logits = o.sink_logits,
+            .value_norm = o.value_norm};
   }
 
   /// The policy, or what is wrong with its options. Without a table queries must come rotated.

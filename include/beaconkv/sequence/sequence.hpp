@@ -243,6 +243,8 @@ class Sequence {
         heads_per_step_(options.heads_per_step),
         over_layers_(options.over_layers) {
     WorkspaceSize size;
+    if constexpr (PolicyT::may_take_notes)
+      for (PolicyT& p : policies_) p.reserve(options.capacity);
     for (std::size_t l = 0; l < policies_.size(); ++l)
       size = max(size, max(policies_[l].workspace_size(options.capacity), realign_workspace_size(caches_[l].key_dim())));
     if (one_set_for_all) size.bytes += detail::shared_scores_size(policies_[0].shape().kv_heads, options.capacity).bytes;

@@ -32,13 +32,14 @@ class SlicedEviction {
     scores_.resize(static_cast<std::size_t>(heads * capacity));
     queries_.resize(static_cast<std::size_t>(queries));
     positions_.resize(static_cast<std::size_t>(positions));
+    tags_.resize(static_cast<std::size_t>(positions));
   }
 
   [[nodiscard]] bool active() const noexcept { return active_; }
   void stop() noexcept { active_ = false; }
 
   /// Takes down what the policy would score with now. Refused where the cache holds more than there is room for.
-  [[nodiscard]] Status begin(const PolicyT& policy, const CacheT& cache, Workspace& work) {
+  [[nodiscard]] Status begin(PolicyT& policy, const CacheT& cache, Workspace& work) {
     active_ = false;
     if (cache.num_tokens() > capacity_)
       return error(StatusCode::out_of_capacity, "a layer holds ", cache.num_tokens(),
@@ -47,9 +48,12 @@ class SlicedEviction {
     rows_ = policy.observer().rows();
     const auto rows = static_cast<std::size_t>(policy.shape().query_heads * rows_);
     const auto dim = static_cast<std::size_t>(policy.shape().head_dim);
+    num_tags_ = policy.num_tags();
     const Result<Observations> seen =
-        policy.observe_now(cache, std::span(queries_).first(rows * dim), std::span(positions_).first(rows), work);
+        policy.observe_now(cache, std::span(queries_).first(rows * dim), std::span(positions_).first(rows), work,
+                           std::span(tags_).first(static_cast<std::size_t>(num_tags_)));
     if (!seen) return seen.status();
+    policy.prepare_notes(cache);
     for (index_t h = 0; h < policy.shape().kv_heads; ++h) {
       const index_t tokens = tokens_of(cache, h);
       heads_[static_cast<std::size_t>(h)] = {tokens, policy.candidates_of(cache, h),
@@ -79,13 +83,20 @@ class SlicedEviction {
 
   /// Scores the next `count` heads, over threads.
   template <Executor ExecutorT>
-  [[nodiscard]] Status advance(const PolicyT& policy, const CacheT& cache, index_t count, std::span<Workspace> works,
+  [[nodiscard]] Status advance(PolicyT& policy, const CacheT& cache, index_t count, std::span<Workspace> works,
                                ExecutorT& executor) {
     const index_t last = std::min(done_ + count, policy.shape().kv_heads);
     const Shape& shape = policy.shape();
     const std::span<const position_t> positions =
         std::span(positions_).first(static_cast<std::size_t>(shape.query_heads * rows_));
-    const Observations all{queries_.data(), positions, shape.query_heads, rows_, shape.head_dim, 0};
+    const Observations all{queries_.data(),
+                           positions,
+                           shape.query_heads,
+                           rows_,
+                           shape.head_dim,
+                           0,
+                           num_tags_ / shape.query_heads,
+                           std::span(tags_).first(static_cast<std::size_t>(num_tags_))};
     const Result<ScoreReport> report = spread_heads(done_, last, works, executor, [&](index_t h, Workspace& work) {
       const Head& head = heads_[static_cast<std::size_t>(h)];
       return policy.score_head(cache, h, head.tokens, head.candidates, all, row(h), work);
@@ -98,7 +109,8 @@ class SlicedEviction {
   [[nodiscard]] bool all_scored(const PolicyT& policy) const noexcept { return done_ == policy.shape().kv_heads; }
 
   /// The plan by these scores.
-  [[nodiscard]] Status plan(const PolicyT& policy, const CacheT& cache, Workspace& work, KeepPlan& plan) const {
+  [[nodiscard]] Status plan(PolicyT& policy, const CacheT& cache, Workspace& work, KeepPlan& plan) const {
+    policy.finish_notes(cache);
     const auto candidates = [&](index_t h) {
       const Range& range = heads_[static_cast<std::size_t>(h)].candidates;
       return Range{std::min(std::max<std::int64_t>(range.first, cache.pinned_prefix()), range.last), range.last};
@@ -118,9 +130,11 @@ class SlicedEviction {
     std::copy(other.heads_.begin(), other.heads_.end(), heads_.begin());
     std::copy(other.queries_.begin(), other.queries_.end(), queries_.begin());
     std::copy(other.positions_.begin(), other.positions_.end(), positions_.begin());
+    std::copy(other.tags_.begin(), other.tags_.end(), tags_.begin());
     std::copy_n(other.scores_.begin(), other.stride_ * static_cast<index_t>(other.heads_.size()), scores_.begin());
     rope_ = other.rope_;
     rows_ = other.rows_;
+    num_tags_ = other.num_tags_;
     stride_ = other.stride_;
     done_ = other.done_;
     num_non_finite_ = other.num_non_finite_;
@@ -157,9 +171,11 @@ class SlicedEviction {
   std::vector<float> scores_;  // [heads][stride_]
   std::vector<float> queries_;
   std::vector<position_t> positions_;
+  std::vector<position_t> tags_;
   index_t capacity_ = 0;
   const double* rope_ = nullptr;  // whose frequencies turned the queries
   index_t rows_ = 0;              // of each query head
+  index_t num_tags_ = 0;
   index_t stride_ = 0;
   index_t done_ = 0;  // heads
   index_t num_non_finite_ = 0;

@@ -1,0 +1,223 @@
+// beaconkv: KV-cache eviction policies. SPDX-License-Identifier: MIT
+#pragma once
+
+/// \file
+/// BeaconKV's scores: attention of beacons and recent queries, and, beyond the paper, orphan credit.
+
+#include <algorithm>
+#include <span>
+#include <utility>
+
+#include "beaconkv/algorithm/split_attention.hpp"
+#include "beaconkv/policy/orphan_credit.hpp"
+#include "beaconkv/policy/scorer.hpp"
+
+namespace beaconkv::inline v0 {
+
+/// An `AttentionScorer` whose keys may remember the beacons that looked at them (orphan credit, not in the paper).
+///
+/// Each cached key has a credit and an owner, of each KV head. At an eviction `b` is the largest weight that a beacon of the
+/// group gives the key, `r` the largest of a recent query. Where the key's owner is still a beacon its present weight speaks
+/// for it; where it has left its bank the key carries `orphan_credit` times its credit over. If `b` is not below what is
+/// carried, the beacon that reaches it becomes the owner. The credit is the larger of both, the score the larger of `r` and the
+/// credit, pooled where the attention pools. Credits change only in `commit`, by what scoring noted.
+///
+/// Scores that are formed through a const policy are the same, but note nothing: a plan made of them, or by hand, moves credits
+/// along with their keys and changes none.
+class BeaconScorer {
+ public:
+  struct Options {
+    AttentionScorer attention{};
+    float orphan_credit = 0;  ///< what is left of an orphan's credit at each eviction, 0 to 1; 0: no credits, as published
+  };
+  /// Only an eviction is one: a cache within its budget is not looked at.
+  static constexpr bool follows_evictions_only = true;
+
+  BeaconScorer() = default;
+  explicit BeaconScorer(const Options& options) : options_(options) {}
+
+  [[nodiscard]] const Options& options() const noexcept { return options_; }
+
+  [[nodiscard]] Status validate(const Shape& shape) const {
+    const float left = options_.orphan_credit;
+    if (!(detail::is_finite(left) && left >= 0 && left <= 1))
+      return detail::invalid("orphan_credit = ", left, ": must be between 0 and 1");
+    const AttentionOptions& a = options_.attention.attention;
+    if (left > 0 &&
+        (a.over_queries != Reduce::max || a.over_heads != Reduce::max || a.group_stage != GroupStage::weights ||
+         options_.attention.head_scope != HeadScope::group || (a.pool.active() && a.pool_stage != PoolStage::kv_head)))
+      return detail::error(StatusCode::unsupported, "orphan_credit = ", left,
+                           ": needs over_queries = max, over_heads = max over the weights of a group, and a pool behind them");
+    return options_.attention.validate(shape);
+  }
+  [[nodiscard]] bool needs_all_heads() const noexcept { return options_.attention.needs_all_heads(); }
+
+  template <CacheReader Cache>
+  [[nodiscard]] Result<ScoreReport> score(const Cache& cache, const Observations& observations, Range candidates,
+                                          ScoreMatrix out, Workspace& work) const {
+    return score_with(cache, observations, candidates, out, work, nullptr);
+  }
+  /// The same, and notes for `commit` what keys would remember. Different heads may be scored at the same time. Needs
+  /// `reserve`.
+  template <CacheReader Cache>
+  [[nodiscard]] Result<ScoreReport> score(const Cache& cache, const Observations& observations, Range candidates,
+                                          ScoreMatrix out, Workspace& work) {
+    return score_with(cache, observations, candidates, out, work, &credits_);
+  }
+
+  [[nodiscard]] WorkspaceSize workspace_size(const Shape& shape, index_t rows, index_t tokens) const {
+    const WorkspaceSize published = options_.attention.workspace_size(shape, rows, tokens);
+    if (!takes_notes()) return published;
+    return max(published, detail::measure([&](Workspace& work) {
+                 static_cast<void>(Scratch(work, shape.group(), rows, tokens));
+                 const std::size_t inner = split_attention_workspace_size(shape.group(), rows, shape.head_dim, tokens).bytes;
+                 static_cast<void>(work.take<std::byte>(
+                     static_cast<index_t>(std::max({inner, detail::value_norm_workspace_size(shape.head_dim).bytes}))));
+               }));
+  }
+
+  /// Whether scoring notes anything for `commit`, and needs the beacons' positions for it.
+  [[nodiscard]] bool takes_notes() const noexcept { return options_.orphan_credit > 0; }
+  /// Room for the credits of `slots` slots of each head, and for `rows` rows of each query head. Allocates where there was
+  /// less.
+  void reserve(const Shape& shape, index_t rows, index_t slots) {
+    if (takes_notes()) credits_.reserve(shape.kv_heads, shape.group(), rows, slots);
+  }
+  /// All heads of the cache were scored in this state of it: what was noted is for plans of this state.
+  void noted(std::uint64_t epoch) noexcept { credits_.noted(epoch); }
+  /// Credits follow the keys that stay. O(kept tokens) a head; no allocation.
+  void commit(const KeepPlan& plan, const Shape&) noexcept {
+    if (takes_notes()) credits_.commit(plan);
+  }
+  [[nodiscard]] std::size_t state_bytes() const noexcept { return credits_.state_bytes(); }
+  template <class Archive>
+  void exchange(Archive& archive) {
+    archive.expect("orphan_credit is on", takes_notes() ? 1 : 0);
+    if (takes_notes()) credits_.exchange(archive);
+  }
+
+ private:
+  using row_t = detail::OrphanCredits::row_t;
+
+  struct Scratch {
+    Scratch(Workspace& work, index_t group, index_t rows, index_t tokens)
+        : visible(work.take<slot_t>(group * rows)),
+          left(work.take<std::uint8_t>(group * rows)),
+          beacons(work.take<float>(tokens)),
+          beacon(work.take<slot_t>(tokens)),
+          bad_key(work.take<std::uint8_t>(tokens)),
+          pooled(work.take<float>(tokens)) {}
+
+    std::span<slot_t> visible;
+    std::span<std::uint8_t> left;  // 1 for a row of the last eviction whose beacon has left its bank
+    std::span<float> beacons;      // of each key: the largest weight of a beacon
+    std::span<slot_t> beacon;      // which row has it
+    std::span<std::uint8_t> bad_key;
+    std::span<float> pooled;
+  };
+
+  /// The part of the spans that the domain has.
+  [[nodiscard]] static SplitScores in_domain(const Scratch& s, std::span<float> others, Range domain) {
+    const auto first = static_cast<std::size_t>(domain.first);
+    const auto size = static_cast<std::size_t>(domain.size());
+    return {s.beacons.subspan(first, size), s.beacon.subspan(first, size), others.subspan(first, size),
+            s.bad_key.subspan(first, size)};
+  }
+
+  /// Marks the rows of the last eviction whose beacons are no beacons any more.
+  static void mark_left(const detail::OrphanCredits::View& held, std::span<const position_t> now, index_t beacons,
+                        std::span<std::uint8_t> left) noexcept {
+    const index_t group = held.beacons > 0 ? static_cast<index_t>(held.tags.size()) / held.beacons : 0;
+    for (index_t g = 0; g < group; ++g) {
+      const std::span<const position_t> of_head =
+          now.subspan(static_cast<std::size_t>(g * beacons), static_cast<std::size_t>(beacons));
+      std::size_t i = 0;  // both ascend
+      for (index_t r = 0; r < held.beacons; ++r) {
+        const position_t tag = held.tags[static_cast<std::size_t>(g * held.beacons + r)];
+        while (i < of_head.size() && of_head[i] < tag) ++i;
+        left[static_cast<std::size_t>(g * held.rows + r)] = i < of_head.size() && of_head[i] == tag ? 0 : 1;
+      }
+    }
+  }
+
+  template <CacheReader Cache>
+  [[nodiscard]] Result<ScoreReport> score_with(const Cache& cache, const Observations& observations, Range candidates,
+                                               ScoreMatrix out, Workspace& work, detail::OrphanCredits* notes) const {
+    if (!takes_notes()) return options_.attention.score(cache, observations, candidates, out, work);
+    const index_t group = observations.query_heads / out.heads;
+    if (group * observations.rows > detail::OrphanCredits::max_rows)
+      return detail::invalid("n_beacon + n_recent_queries = ", observations.rows,
+                             ": too many rows for orphan_credit in a group of ", group);
+    ScoreReport report;
+    for (index_t h = 0; h < out.heads; ++h) {
+      const Workspace::Frame frame(work);
+      Scratch scratch(work, group, std::max(observations.rows, credits_.held(observations.first_query_head / group + h).rows),
+                      out.tokens);
+      const AttentionQueries queries =
+          options_.attention.queries_of_head(cache, observations, h, group, out.tokens,
+                                             scratch.visible.first(static_cast<std::size_t>(group * observations.rows)));
+      const Range domain = options_.attention.domain(candidates, out.tokens);
+      std::fill(out.row(h).begin(), out.row(h).end(), 0.0F);
+      std::fill(scratch.beacons.begin(), scratch.beacons.end(), 0.0F);
+      std::fill(scratch.bad_key.begin(), scratch.bad_key.end(), std::uint8_t{0});
+      AttentionOptions attention = options_.attention.attention;
+      attention.pool = {};
+      const auto keys = [&](index_t first, index_t count, float* to) { return cache.keys(h, first, count, to); };
+      const Result<ScoreReport> part = split_attention_scores(keys, queries, observations.beacons, domain, attention,
+                                                              in_domain(scratch, out.row(h), domain), work);
+      if (!part) return part;
+      report.num_non_finite += part->num_non_finite;
+      add_credits(observations, h, group, candidates, out.row(h), scratch, notes);
+      if (attention_pools()) {
+        const std::span<float> open =
+            out.row(h).subspan(static_cast<std::size_t>(candidates.first), static_cast<std::size_t>(candidates.size()));
+        detail::pool_in_place(open, options_.attention.attention.pool, scratch.pooled);
+      }
+      for (std::size_t j = 0; j < scratch.bad_key.size(); ++j)
+        if (scratch.bad_key[j] != 0) out.row(h)[j] = detail::quiet_nan();
+      const Result<index_t> bad_values =
+          options_.attention.weigh_by_values(cache, h, candidates, observations.dim, out.row(h), work);
+      if (!bad_values) return bad_values.status();
+      report.num_non_finite += *bad_values;
+    }
+    return report;
+  }
+
+  [[nodiscard]] bool attention_pools() const noexcept { return options_.attention.attention.pool.active(); }
+
+  /// From the weights of recent queries, in `scores`, to scores; and what the keys will remember, to `notes`.
+  void add_credits(const Observations& observations, index_t head, index_t group, Range candidates, std::span<float> scores,
+                   const Scratch& scratch, detail::OrphanCredits* notes) const noexcept {
+    const index_t kv_head = observations.first_query_head / group + head;
+    const std::span<const position_t> tags = observations.tags.subspan(
+        static_cast<std::size_t>(head * group * observations.beacons), static_cast<std::size_t>(group * observations.beacons));
+    const detail::OrphanCredits::View held = credits_.held(kv_head);
+    mark_left(held, tags, observations.beacons, scratch.left);
+    const auto first = static_cast<std::size_t>(candidates.first);
+    const auto held_first = static_cast<std::size_t>(held.first);
+    detail::OrphanCredits::Notes noted;
+    if (notes != nullptr)
+      noted = notes->note(kv_head, candidates.first, static_cast<index_t>(scores.size()) - candidates.first, observations.rows,
+                          observations.beacons, tags);
+    for (std::size_t j = first; j < scores.size(); ++j) {
+      float carried = 0;
+      if (const std::size_t i = j - held_first; j >= held_first && i < held.credit.size()) {
+        const row_t owner = held.owner[i];
+        if (owner == detail::OrphanCredits::orphan || scratch.left[owner] != 0)
+          carried = options_.orphan_credit * held.credit[i];
+      }
+      const float beacon = scratch.beacons[j];
+      const bool is_orphan = beacon < carried;
+      const float credit = is_orphan ? carried : beacon;
+      scores[j] = std::max(scores[j], credit);
+      if (notes == nullptr) continue;
+      noted.credit[j - first] = credit;
+      noted.owner[j - first] = is_orphan ? detail::OrphanCredits::orphan : static_cast<row_t>(scratch.beacon[j]);
+    }
+  }
+
+  Options options_{};
+  detail::OrphanCredits credits_;
+};
+
+}  // namespace beaconkv::inline v0
