@@ -91,11 +91,14 @@ struct AttentionScorer {
     ScoreReport report;
     for (index_t h = 0; h < out.heads; ++h) {
       const index_t first_row = h * group * observations.rows;
-      for (index_t r = 0; r < group * observations.rows; ++r)
-        visible[static_cast<std::size_t>(r)] =
-            causal ? static_cast<slot_t>(detail::slot_at_or_behind(
-                         cache, h, observations.positions[static_cast<std::size_t>(first_row + r)] + 1))
-                   : static_cast<slot_t>(out.tokens);
+      const auto positions = observations.positions.subspan(static_cast<std::size_t>(first_row), visible.size());
+      const auto rows = static_cast<std::size_t>(observations.rows);
+      for (std::size_t r = 0; r < visible.size(); ++r) {
+        if (r >= rows && positions[r] == positions[r - rows])  // as in the query head before
+          visible[r] = visible[r - rows];
+        else
+          visible[r] = static_cast<slot_t>(causal ? detail::slot_at_or_behind(cache, h, positions[r] + 1) : out.tokens);
+      }
       AttentionQueries queries{
           observations.queries + first_row * observations.dim, group, observations.rows, observations.dim, visible, {}};
       if (!sink_logits.empty())
