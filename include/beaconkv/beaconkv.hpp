@@ -26,6 +26,7 @@
 #include "beaconkv/kernel/least.hpp"
 #include "beaconkv/kernel/products.hpp"
 #include "beaconkv/kernel/ranking.hpp"
+#include "beaconkv/kernel/read_ahead.hpp"
 #include "beaconkv/kernel/rotation.hpp"
 #include "beaconkv/kernel/similarity.hpp"
 #include "beaconkv/kernel/softmax.hpp"

@@ -139,12 +139,13 @@ class LogitTile {
     });
   }
 
-  /// `out` [keys.rows][total]; `first` is the slot of the first key. Marks keys that are not finite. Returns whether all products
-  /// were finite: then all queries are.
-  [[nodiscard]] bool fill(const ConstRows& keys, index_t first, float* out, std::uint8_t* bad_key) const {
+  /// `out` [keys.rows][total]; `first` is the slot of the first key. Marks keys that are not finite. Returns whether all
+  /// products were finite: then all queries are. Asks for `ahead` meanwhile.
+  [[nodiscard]] bool fill(const ConstRows& keys, index_t first, const MemoryAhead& ahead, float* out,
+                          std::uint8_t* bad_key) const {
     std::fill(bad_key, bad_key + keys.rows, std::uint8_t{0});
     bool not_finite = total_ == 0;
-    run<Products>(packed_, total_, dim_, keys.data, keys.stride, keys.rows, out, &not_finite);
+    run<Products>(packed_, total_, dim_, keys.data, keys.stride, keys.rows, out, &not_finite, &ahead);
     if (not_finite) mask_non_finite(keys, out, bad_key);  // before the cap, which makes infinities finite
     if (softcap_) run<CapLogits>(out, keys.rows * total_, *softcap_);
     const index_t all_see = std::clamp<index_t>(all_see_below_ - first, 0, keys.rows);
@@ -213,6 +214,7 @@ inline void pool_in_place(std::span<float> scores, const Pool& pool, std::span<f
 /// \param domain the keys that share each row's softmax.
 /// \param pooled the part of the domain that the pool smooths, as if nothing stood beside it; the rest is left as it is.
 ///
+/// Where there is `keys.ahead(first, count) -> MemoryAhead`, that memory is asked for while these keys are multiplied.
 /// A row that sees no key contributes 0; it still counts as a row in a mean. A key with a NaN or infinity gets the score NaN
 /// and no weight; a query row with one has no weight. Both are counted. A finite row does not see a finite key whose product
 /// with it leaves the range of float. Float arithmetic, sums in a fixed order; no allocation. O(group * rows * keys * dim).
@@ -260,7 +262,9 @@ template <class Keys>
     const ConstRows tile = keys(domain.first + j, count, scratch.decoded.data());
     float* const logits = scratch.logits.data() + j * kept.total;
     float* const filled = meet_in_logits ? scratch.tile.data() : logits;
-    all_finite = logit_tile.fill(tile, domain.first + j, filled, scratch.bad_key.data() + j) && all_finite;
+    detail::MemoryAhead ahead;
+    if constexpr (requires { keys.ahead(j, count); }) ahead = keys.ahead(domain.first + j, count);
+    all_finite = logit_tile.fill(tile, domain.first + j, ahead, filled, scratch.bad_key.data() + j) && all_finite;
     if (meet_in_logits)
       detail::run<detail::ReduceGroup>(filled, count, rows.heads, rows.padded, rows.total, options.over_heads == Reduce::mean,
                                        logits, kept.total);

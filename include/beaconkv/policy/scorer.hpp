@@ -58,6 +58,32 @@ struct RecencyScorer {
   [[nodiscard]] WorkspaceSize workspace_size(const Shape&, index_t, index_t) const { return {}; }
 };
 
+namespace detail {
+
+/// The keys of one head as `attention_scores` reads them, and what is read after them.
+template <CacheReader Cache>
+struct KeysOfHead {
+  const Cache& cache;
+  index_t head;
+  Range domain;
+  bool more_heads;
+
+  ConstRows operator()(index_t first, index_t count, float* scratch) const noexcept {
+    return cache.keys(head, first, count, scratch);
+  }
+  /// The next tile of keys, or, where heads are short, that of the next head; and the values of this tile, since they move if
+  /// an eviction follows.
+  MemoryAhead ahead(index_t first, index_t count) const noexcept requires has_memory_ahead<Cache> {
+    const index_t next = first + count;
+    const bool next_head = more_heads && domain.size() <= 4 * tile_keys;
+    return {next_head ? cache.keys_ahead(head + 1, first, count)
+                      : cache.keys_ahead(head, next, std::min(tile_keys, domain.last - next)),
+            cache.values_ahead(head, first, count)};
+  }
+};
+
+}  // namespace detail
+
 /// Attention of the observed queries to the keys: SnapKV, RPC, R-KV's importance and BeaconKV are settings of this.
 struct AttentionScorer {
   AttentionOptions attention{};
@@ -104,7 +130,7 @@ struct AttentionScorer {
       if (!sink_logits.empty())
         queries.sink_logits = sink_logits.subspan(static_cast<std::size_t>(observations.first_query_head + h * group),
                                                   static_cast<std::size_t>(group));
-      const auto keys = [&](index_t first, index_t count, float* scratch) { return cache.keys(h, first, count, scratch); };
+      const detail::KeysOfHead<Cache> keys{cache, h, domain, h + 1 < out.heads};
       const std::span<float> row = out.row(h);
       std::fill(row.begin(), row.end(), 0.0F);
       const Result<ScoreReport> part =
