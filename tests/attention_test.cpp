@@ -506,6 +506,15 @@ TEST_CASE("Keys and queries that are not finite are seen through a softcap") {
   }
 }
 
+TEST_CASE("Queries that are not finite are counted where there are no keys") {
+  Random random;
+  CAPTURE(random.seed());
+  Case c(2, 3, 4, 5, random);
+  c.queries[7] = nan_float();
+  c.domain = c.pooled = {5, 5};
+  CHECK(score(c).num_non_finite == 1);
+}
+
 TEST_CASE("Keys that are not finite are seen where there are no queries") {
   Random random;
   CAPTURE(random.seed());

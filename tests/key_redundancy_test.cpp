@@ -96,7 +96,8 @@ reference::Row matrix_form(const Keys& keys, const RedundancyOptions& options) {
   std::vector<float> s(static_cast<std::size_t>(rows) * n);  // [column][row]
   bool not_finite = false;
   detail::run<detail::PackRows>(unit.data(), index_t{1}, keys.count, rows, rows, keys.dim, 1.0F, packed.data());
-  detail::run<detail::Products>(packed.data(), rows, keys.dim, unit.data(), keys.dim, keys.count, s.data(), &not_finite);
+  detail::run<detail::Products>(packed.data(), rows, keys.dim, unit.data(), keys.dim, keys.count, s.data(), &not_finite,
+                                static_cast<const detail::MemoryAhead*>(nullptr));
 
   const auto at = [&](std::size_t row, std::size_t column) -> float& {
     return s[column * static_cast<std::size_t>(rows) + row];

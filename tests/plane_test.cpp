@@ -53,6 +53,22 @@ TEST_CASE("A paged plane goes through its page table") {
   CHECK(plane.contiguous_rows(6, 0) == 0);
 }
 
+TEST_CASE("Memory to ask for: whole rows up to the end of a page, none where numbers lie apart") {
+  std::vector<float> memory(1000);
+  const std::vector<std::int32_t> pages{5, 0, 3};
+  Plane<float> plane{memory.data(), {100, 10, 20, 1}, 2, 10, 12, 4, pages.data()};
+  const detail::RowsAhead rows = detail::rows_ahead(plane, 1, 2, 7);
+  CHECK(rows.data == reinterpret_cast<const std::byte*>(plane.row(1, 2)));
+  CHECK(rows.stride == 80);
+  CHECK(rows.bytes == 40);
+  CHECK(rows.rows == 2);
+  CHECK(rows.lines() == 2);
+  CHECK(detail::rows_ahead(plane, 1, 12, 0).rows == 0);
+  CHECK(detail::rows_ahead(plane, 1, 13, -1).rows == 0);
+  plane.stride.dim = 2;
+  CHECK(detail::rows_ahead(plane, 1, 2, 7).rows == 0);
+}
+
 TEST_CASE("Offsets are 64 bits wide") {
   // Addresses without memory behind them: nothing is read there.
   constexpr std::size_t size = std::size_t{14} << 30;

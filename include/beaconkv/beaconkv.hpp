@@ -27,6 +27,7 @@
 #include "beaconkv/kernel/least.hpp"
 #include "beaconkv/kernel/products.hpp"
 #include "beaconkv/kernel/ranking.hpp"
+#include "beaconkv/kernel/read_ahead.hpp"
 #include "beaconkv/kernel/rotation.hpp"
 #include "beaconkv/kernel/row_lengths.hpp"
 #include "beaconkv/kernel/row_squares.hpp"

@@ -72,9 +72,11 @@ struct RowLayout {
   index_t padded = 0;
   index_t total = 0;
 
-  /// The row of the group that stands at `at`, or -1 for padding.
-  [[nodiscard]] index_t row_at(index_t at) const noexcept {
-    return at / padded < heads && at % padded < rows ? at / padded * rows + at % padded : -1;
+  /// Calls `f(at, row)` for each row of the group: where it stands, ascending, and its number. What lies between is padding.
+  template <class F>
+  void for_each_row(F&& f) const {
+    for (index_t h = 0; h < heads; ++h)
+      for (index_t r = 0; r < rows; ++r) f(h * padded + r, h * rows + r);
   }
 };
 
@@ -129,23 +131,26 @@ class LogitTile {
     const float scale = options.scale.value_or(1.0F / std::sqrt(static_cast<float>(queries.dim)));
     run<PackRows>(queries.data, layout.heads, layout.rows, layout.padded, layout.total, queries.dim, scale,
                   scratch.packed.data());
-    for (index_t at = 0; at < layout.total; ++at) {
-      const index_t row = layout.row_at(at);
-      const slot_t seen = row < 0 ? std::numeric_limits<slot_t>::max() : queries.visible[static_cast<std::size_t>(row)];
+    std::fill(scratch.visible.begin(), scratch.visible.end(), std::numeric_limits<slot_t>::max());
+    layout.for_each_row([&](index_t at, index_t row) {
+      const slot_t seen = queries.visible[static_cast<std::size_t>(row)];
       scratch.visible[static_cast<std::size_t>(at)] = seen;
       all_see_below_ = std::min<index_t>(all_see_below_, std::max<slot_t>(seen, 0));
-    }
+    });
   }
 
-  /// `out` [keys.rows][total]; `first` is the slot of the first key. Marks keys that are not finite.
-  void fill(const ConstRows& keys, index_t first, float* out, std::uint8_t* bad_key) const {
+  /// `out` [keys.rows][total]; `first` is the slot of the first key. Marks keys that are not finite. Returns whether all
+  /// products were finite: then all queries are. Asks for `ahead` meanwhile.
+  [[nodiscard]] bool fill(const ConstRows& keys, index_t first, const MemoryAhead& ahead, float* out,
+                          std::uint8_t* bad_key) const {
     std::fill(bad_key, bad_key + keys.rows, std::uint8_t{0});
     bool not_finite = total_ == 0;
-    run<Products>(packed_, total_, dim_, keys.data, keys.stride, keys.rows, out, &not_finite);
+    run<Products>(packed_, total_, dim_, keys.data, keys.stride, keys.rows, out, &not_finite, &ahead);
     if (not_finite) mask_non_finite(keys, out, bad_key);  // before the cap, which makes infinities finite
     if (softcap_) run<CapLogits>(out, keys.rows * total_, *softcap_);
     const index_t all_see = std::clamp<index_t>(all_see_below_ - first, 0, keys.rows);
     if (all_see < keys.rows) run<MaskUnseen>(out + all_see * total_, first + all_see, keys.rows - all_see, total_, visible_);
+    return !not_finite;
   }
 
  private:
@@ -168,13 +173,15 @@ class LogitTile {
 /// Sums of exponentials become what is added to `logit - top` to make it the logarithm of a weight: masked for padding, and for
 /// a row that sees nothing. `sinks` [heads] or empty takes part in the sums.
 inline void log_of_sums(const RowLayout& layout, std::span<const float> sinks, const AttentionScratch& scratch) noexcept {
-  for (index_t at = 0; at < layout.total; ++at) {
+  index_t next = 0;
+  layout.for_each_row([&](index_t at, index_t row) {
+    for (; next < at; ++next) scratch.sum[static_cast<std::size_t>(next)] = masked_logit;
+    ++next;
     const float top = scratch.top[static_cast<std::size_t>(at)];
     float& sum = scratch.sum[static_cast<std::size_t>(at)];
-    const index_t row = layout.row_at(at);
-    if (row < 0 || top <= masked_logit) {
+    if (top <= masked_logit) {
       sum = masked_logit;
-      continue;
+      return;
     }
     if (!sinks.empty()) {
       const float sink =
@@ -182,7 +189,8 @@ inline void log_of_sums(const RowLayout& layout, std::span<const float> sinks, c
       sum += std::exp(std::min(sink - top, 80.0F));
     }
     sum = -std::log(sum);
-  }
+  });
+  for (; next < layout.total; ++next) scratch.sum[static_cast<std::size_t>(next)] = masked_logit;
 }
 
 /// What is wrong with the options, or with sizes that do not match.
@@ -219,27 +227,32 @@ inline void log_of_sums(const RowLayout& layout, std::span<const float> sinks, c
 }
 
 /// The logits of all keys of the domain, and what makes them weights, to `scratch`: laid out by `rows`, or by `kept` where the
-/// group has met in its logits.
+/// group has met in its logits. Returns how many query rows are not finite.
 template <class Keys>
-void form_logits(const Keys& keys, const AttentionQueries& queries, Range domain, const AttentionOptions& options,
-                 const RowLayout& rows, const RowLayout& kept, const AttentionScratch& scratch) {
+[[nodiscard]] index_t form_logits(const Keys& keys, const AttentionQueries& queries, Range domain,
+                                  const AttentionOptions& options, const RowLayout& rows, const RowLayout& kept,
+                                  const AttentionScratch& scratch) {
   const index_t n = domain.size();
   const bool meet_in_logits = options.group_stage == GroupStage::logits;
   const LogitTile logit_tile(queries, options, rows, scratch);
   std::fill(scratch.top.begin(), scratch.top.end(), masked_logit);
   std::fill(scratch.sum.begin(), scratch.sum.end(), 0.0F);
+  bool all_finite = n > 0;
   for (index_t j = 0; j < n; j += tile_keys) {
     const index_t count = std::min(tile_keys, n - j);
     const ConstRows tile = keys(domain.first + j, count, scratch.decoded.data());
     float* const logits = scratch.logits.data() + j * kept.total;
     float* const filled = meet_in_logits ? scratch.tile.data() : logits;
-    logit_tile.fill(tile, domain.first + j, filled, scratch.bad_key.data() + j);
+    MemoryAhead ahead;
+    if constexpr (requires { keys.ahead(j, count); }) ahead = keys.ahead(domain.first + j, count);
+    all_finite = logit_tile.fill(tile, domain.first + j, ahead, filled, scratch.bad_key.data() + j) && all_finite;
     if (meet_in_logits)
       run<ReduceGroup>(filled, count, rows.heads, rows.padded, rows.total, options.over_heads == Reduce::mean, logits,
                        kept.total);
     run<AddToSoftmax>(logits, count, kept.total, scratch.top.data(), scratch.sum.data());
   }
   log_of_sums(kept, queries.sink_logits, scratch);
+  return all_finite ? 0 : num_non_finite_rows(queries);
 }
 
 inline void pool_in_place(std::span<float> scores, const Pool& pool, std::span<float> scratch) noexcept {
@@ -263,6 +276,7 @@ inline void pool_in_place(std::span<float> scores, const Pool& pool, std::span<f
 /// \param domain the keys that share each row's softmax.
 /// \param pooled the part of the domain that the pool smooths, as if nothing stood beside it; the rest is left as it is.
 ///
+/// Where there is `keys.ahead(first, count) -> MemoryAhead`, that memory is asked for while these keys are multiplied.
 /// A row that sees no key contributes 0; it still counts as a row in a mean. A key with a NaN or infinity gets the score NaN
 /// and no weight; a query row with one has no weight. Both are counted. A finite row does not see a finite key whose product
 /// with it leaves the range of float. Float arithmetic, sums in a fixed order; no allocation. O(group * rows * keys * dim).
@@ -277,15 +291,13 @@ template <class Keys>
 
   const Workspace::Frame frame(work);
   const detail::AttentionScratch scratch(work, queries.group, queries.rows, queries.dim, n);
-  ScoreReport report{detail::num_non_finite_rows(queries)};
-
   const bool meet_in_logits = options.group_stage == GroupStage::logits;
   const detail::RowLayout rows = detail::reduces_at_once(options)
                                      ? detail::row_layout(1, queries.group * queries.rows, detail::lanes)
                                  : meet_in_logits ? detail::row_layout(queries.group, queries.rows, 4)
                                                   : detail::row_layout(queries.group, queries.rows, detail::lanes);
   const detail::RowLayout kept = meet_in_logits ? detail::row_layout(1, queries.rows, detail::lanes) : rows;
-  detail::form_logits(keys, queries, domain, options, rows, kept, scratch);
+  ScoreReport report{detail::form_logits(keys, queries, domain, options, rows, kept, scratch)};
 
   const auto poolable = [&](std::span<float> scores) {
     return scores.subspan(static_cast<std::size_t>(pooled.first - domain.first), static_cast<std::size_t>(pooled.size()));

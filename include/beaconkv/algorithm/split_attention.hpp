@@ -50,9 +50,8 @@ template <class Keys>
   const detail::AttentionScratch scratch(work, queries.group, queries.rows, queries.dim, n);
   const std::span<float> of_leading = work.take<float>(scratch.total);
   const std::span<float> of_others = work.take<float>(scratch.total);
-  ScoreReport report{detail::num_non_finite_rows(queries)};
   const detail::RowLayout rows = detail::row_layout(1, queries.group * queries.rows, detail::lanes);
-  detail::form_logits(keys, queries, domain, options, rows, rows, scratch);
+  ScoreReport report{detail::form_logits(keys, queries, domain, options, rows, rows, scratch)};
   for (index_t at = 0; at < rows.total; ++at) {
     const auto i = static_cast<std::size_t>(at);
     const bool leads = at < rows.rows && at % queries.rows < leading;

@@ -8,6 +8,7 @@
 /// a time, which meets all rows. Every dot product is then one chain in order of the dimensions: equal keys have equal bits
 /// wherever they stand, and no register has to be summed across.
 
+#include "beaconkv/kernel/read_ahead.hpp"
 #include "beaconkv/kernel/vector.hpp"
 
 namespace beaconkv::inline v0::detail {
@@ -71,17 +72,21 @@ struct PackRows {
 };
 
 /// `out[j][r]`, `rows` apart: dot products of `count` keys, `stride` apart, with `rows` packed rows. `*not_finite` is set where
-/// one of them is no finite number, and left alone otherwise.
+/// one of them is no finite number, and left alone otherwise. Asks for `*ahead` meanwhile, unless it is null.
 struct Products {
   template <class Isa>
   BEACONKV_KERNEL void run(const float* packed, index_t rows, index_t dim, const float* keys, index_t stride, index_t count,
-                           float* out, bool* not_finite) noexcept {
+                           float* out, bool* not_finite, const MemoryAhead* ahead) noexcept {
     typename Isa::Ints bad{};
+    Asking asking;
+    const index_t steps =
+        blocks_of(rows, rows_at_once<Isa>) * blocks_of(count, keys_at_once<Isa>) * blocks_of(dim, dims_at_once);
+    if (ahead != nullptr && steps > 0) Asking::start(asking, *ahead, steps);
     index_t r = 0;
     for (; r + rows_at_once<Isa> <= rows; r += rows_at_once<Isa>)
-      over_keys<Isa, 2>(packed + r * dim, rows, dim, keys, stride, count, out + r, bad);
+      over_keys<Isa, 2>(packed + r * dim, rows, dim, keys, stride, count, out + r, bad, asking);
     if constexpr (lanes < rows_at_once<Isa>)
-      if (r < rows) over_keys<Isa, 1>(packed + r * dim, rows, dim, keys, stride, count, out + r, bad);
+      if (r < rows) over_keys<Isa, 1>(packed + r * dim, rows, dim, keys, stride, count, out + r, bad, asking);
     std::int32_t flags[static_cast<std::size_t>(Isa::width)];
     store(flags, bad);
     for (const std::int32_t flag : flags)
@@ -89,32 +94,41 @@ struct Products {
   }
 
  private:
+  static constexpr index_t dims_at_once = 32;  ///< between two steps of asking for memory
+
+  BEACONKV_KERNEL index_t blocks_of(index_t n, index_t size) noexcept { return (n + size - 1) / size; }
+
   template <class Isa, index_t registers>
   BEACONKV_KERNEL void over_keys(const float* packed, index_t rows, index_t dim, const float* keys, index_t stride,
-                                 index_t count, float* out, typename Isa::Ints& bad) noexcept {
+                                 index_t count, float* out, typename Isa::Ints& bad, Asking& asking) noexcept {
     constexpr index_t most = keys_at_once<Isa>;
     index_t j = 0;
     for (; j + most <= count; j += most)
-      tile<Isa, most, registers>(packed, rows, dim, keys + j * stride, stride, out + j * rows, bad);
-    for (; j + 2 <= count; j += 2) tile<Isa, 2, registers>(packed, rows, dim, keys + j * stride, stride, out + j * rows, bad);
-    if (j < count) tile<Isa, 1, registers>(packed, rows, dim, keys + j * stride, stride, out + j * rows, bad);
+      tile<Isa, most, registers>(packed, rows, dim, keys + j * stride, stride, out + j * rows, bad, asking);
+    for (; j + 2 <= count; j += 2)
+      tile<Isa, 2, registers>(packed, rows, dim, keys + j * stride, stride, out + j * rows, bad, asking);
+    if (j < count) tile<Isa, 1, registers>(packed, rows, dim, keys + j * stride, stride, out + j * rows, bad, asking);
   }
 
   template <class Isa, index_t count, index_t registers>
   BEACONKV_KERNEL void tile(const float* packed, index_t rows, index_t dim, const float* keys, index_t stride, float* out,
-                            typename Isa::Ints& bad) noexcept {
+                            typename Isa::Ints& bad, Asking& asking) noexcept {
     using F = typename Isa::Floats;
     using I = typename Isa::Ints;
     F sum[static_cast<std::size_t>(count)][static_cast<std::size_t>(registers)];
     BEACONKV_UNROLL for (index_t j = 0; j < count; ++j) {
       BEACONKV_UNROLL for (index_t v = 0; v < registers; ++v) sum[j][v] = F{};
     }
-    for (index_t d = 0; d < dim; ++d) {
-      F row[static_cast<std::size_t>(registers)];
-      BEACONKV_UNROLL for (index_t v = 0; v < registers; ++v) load(row[v], packed + (d * registers + v) * Isa::width);
-      BEACONKV_UNROLL for (index_t j = 0; j < count; ++j) {
-        const float key = keys[j * stride + d];
-        BEACONKV_UNROLL for (index_t v = 0; v < registers; ++v) sum[j][v] += row[v] * key;
+    for (index_t d = 0; d < dim;) {
+      Asking::step(asking);
+      const index_t last = d + dims_at_once < dim ? d + dims_at_once : dim;
+      for (; d < last; ++d) {
+        F row[static_cast<std::size_t>(registers)];
+        BEACONKV_UNROLL for (index_t v = 0; v < registers; ++v) load(row[v], packed + (d * registers + v) * Isa::width);
+        BEACONKV_UNROLL for (index_t j = 0; j < count; ++j) {
+          const float key = keys[j * stride + d];
+          BEACONKV_UNROLL for (index_t v = 0; v < registers; ++v) sum[j][v] += row[v] * key;
+        }
       }
     }
     BEACONKV_UNROLL for (index_t j = 0; j < count; ++j) {

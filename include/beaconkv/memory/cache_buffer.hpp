@@ -89,6 +89,13 @@ template <CacheReader Cache>
   return cache.num_tokens();
 }
 
+/// Whether the cache tells where rows lie, so that their memory can be asked for before it is read.
+template <class Cache>
+concept has_memory_ahead = requires(const Cache& cache, index_t i) {
+  cache.keys_ahead(i, i, i);
+  cache.values_ahead(i, i, i);
+};
+
 /// The slot of the first token of `head` at or behind `position`. O(log L).
 template <CacheReader Cache>
 [[nodiscard]] index_t slot_at_or_behind(const Cache& cache, index_t head, position_t position) noexcept {
@@ -120,6 +127,12 @@ class HeadReader {
   }
   [[nodiscard]] ConstRows values(index_t, index_t first, index_t count, float* scratch) const noexcept {
     return cache_->values(head_, first, count, scratch);
+  }
+  [[nodiscard]] auto keys_ahead(index_t, index_t first, index_t count) const noexcept requires has_memory_ahead<Cache> {
+    return cache_->keys_ahead(head_, first, count);
+  }
+  [[nodiscard]] auto values_ahead(index_t, index_t first, index_t count) const noexcept requires has_memory_ahead<Cache> {
+    return cache_->values_ahead(head_, first, count);
   }
 
  private:

@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "beaconkv/kernel/copy.hpp"
+#include "beaconkv/kernel/read_ahead.hpp"
 #include "beaconkv/memory/encode_rows.hpp"
 
 namespace beaconkv::inline v0 {
@@ -257,6 +258,15 @@ void move_rows(const Plane<T>& plane, index_t first, index_t last, index_t to, i
     from += n;
     count -= n;
   }
+}
+
+/// Where rows `[first, first + count)` lie, up to the end of a page; none where their numbers lie apart.
+template <class T>
+[[nodiscard]] RowsAhead rows_ahead(const Plane<T>& plane, index_t head, index_t first, index_t count) noexcept {
+  if (plane.stride.dim != 1 || count <= 0) return {};
+  constexpr auto size = static_cast<index_t>(sizeof(T));
+  return {reinterpret_cast<const std::byte*>(plane.row(head, first)), plane.stride.token * size, plane.elements() * size,
+          plane.contiguous_rows(first, count)};
 }
 
 /// Asks for the memory of rows `[from, from + count)` that nobody needs. A processor fetches ahead only what is read without

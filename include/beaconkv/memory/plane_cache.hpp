@@ -98,6 +98,13 @@ class PlaneCache : public CacheBooks<G> {
   [[nodiscard]] ConstRows values(index_t head, index_t first, index_t count, float* scratch) const noexcept {
     return tile(values_, head, first, count, scratch);
   }
+  /// Where their memory is, to ask for it before it is read.
+  [[nodiscard]] detail::RowsAhead keys_ahead(index_t head, index_t first, index_t count) const noexcept {
+    return detail::rows_ahead(keys_, head, first, count);
+  }
+  [[nodiscard]] detail::RowsAhead values_ahead(index_t head, index_t first, index_t count) const noexcept {
+    return latent_ ? detail::RowsAhead{} : detail::rows_ahead(values_, head, first, count);
+  }
 
   /// The engine wrote one token at slot `num_tokens()` of every head; its true position.
   [[nodiscard]] Status append(position_t position) { return append_run(position, 1); }

@@ -162,7 +162,7 @@ class BeaconScorer {
       std::fill(scratch.bad_key.begin(), scratch.bad_key.end(), std::uint8_t{0});
       AttentionOptions attention = options_.attention.attention;
       attention.pool = {};
-      const auto keys = [&](index_t first, index_t count, float* to) { return cache.keys(h, first, count, to); };
+      const detail::KeysOfHead<Cache> keys{cache, h, domain, h + 1 < out.heads};
       const Result<ScoreReport> part = split_attention_scores(keys, queries, observations.beacons, domain, attention,
                                                               in_domain(scratch, out.row(h), domain), work);
       if (!part) return part;

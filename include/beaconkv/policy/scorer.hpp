@@ -65,6 +65,32 @@ struct RecencyScorer {
   [[nodiscard]] WorkspaceSize workspace_size(const Shape&, index_t, index_t) const { return {}; }
 };
 
+namespace detail {
+
+/// The keys of one head as `attention_scores` reads them, and what is read after them.
+template <CacheReader Cache>
+struct KeysOfHead {
+  const Cache& cache;
+  index_t head;
+  Range domain;
+  bool more_heads;
+
+  ConstRows operator()(index_t first, index_t count, float* scratch) const noexcept {
+    return cache.keys(head, first, count, scratch);
+  }
+  /// The next tile of keys, or, where heads are short, that of the next head; and the values of this tile, since they move if
+  /// an eviction follows.
+  MemoryAhead ahead(index_t first, index_t count) const noexcept requires has_memory_ahead<Cache> {
+    const index_t next = first + count;
+    const bool next_head = more_heads && domain.size() <= 4 * tile_keys;
+    return {next_head ? cache.keys_ahead(head + 1, first, count)
+                      : cache.keys_ahead(head, next, std::min(tile_keys, domain.last - next)),
+            cache.values_ahead(head, first, count)};
+  }
+};
+
+}  // namespace detail
+
 /// Attention of the observed queries to the keys: SnapKV, RPC, R-KV's importance and BeaconKV are settings of this.
 struct AttentionScorer {
   AttentionOptions attention{};
@@ -99,7 +125,7 @@ struct AttentionScorer {
     ScoreReport report;
     for (index_t h = 0; h < out.heads; ++h) {
       const AttentionQueries queries = queries_of_head(cache, observations, h, group, out.tokens, visible);
-      const auto keys = [&](index_t first, index_t count, float* scratch) { return cache.keys(h, first, count, scratch); };
+      const detail::KeysOfHead<Cache> keys{cache, h, shared, h + 1 < out.heads};
       const std::span<float> row = out.row(h);
       std::fill(row.begin(), row.end(), 0.0F);
       const Result<ScoreReport> part =
@@ -128,11 +154,14 @@ struct AttentionScorer {
   [[nodiscard]] AttentionQueries queries_of_head(const Cache& cache, const Observations& observations, index_t head,
                                                  index_t group, index_t tokens, std::span<slot_t> visible) const {
     const index_t first_row = head * group * observations.rows;
-    for (index_t r = 0; r < group * observations.rows; ++r)
-      visible[static_cast<std::size_t>(r)] =
-          causal ? static_cast<slot_t>(detail::slot_at_or_behind(
-                       cache, head, observations.positions[static_cast<std::size_t>(first_row + r)] + 1))
-                 : static_cast<slot_t>(tokens);
+    const auto positions = observations.positions.subspan(static_cast<std::size_t>(first_row), visible.size());
+    const auto rows = static_cast<std::size_t>(observations.rows);
+    for (std::size_t r = 0; r < visible.size(); ++r) {
+      if (r >= rows && positions[r] == positions[r - rows])  // as in the query head before
+        visible[r] = visible[r - rows];
+      else
+        visible[r] = static_cast<slot_t>(causal ? detail::slot_at_or_behind(cache, head, positions[r] + 1) : tokens);
+    }
     AttentionQueries queries{
         observations.queries + first_row * observations.dim, group, observations.rows, observations.dim, visible, {}};
     if (!sink_logits.empty())
