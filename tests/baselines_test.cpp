@@ -66,6 +66,13 @@ Matrix keys_of(const CacheT& cache, index_t head) {
   return out;
 }
 
+template <class CacheT>
+std::vector<position_t> positions_of(const CacheT& cache, index_t head) {
+  std::vector<position_t> out;
+  for (index_t j = 0; j < cache.view().num_tokens(); ++j) out.push_back(cache.view().position(head, j));
+  return out;
+}
+
 /// H2O step by step: every query, when it comes, adds its attention to what is cached.
 struct SlowH2O {
   Shape shape;
@@ -458,8 +465,8 @@ TEST_CASE("ExpectedAttention equals its formula with whole matrices", "[expected
   with([](ExpectedRun& r) { r.options.n_prefix = 0; });   // sinks that compete are in the softmax
   with([](ExpectedRun& r) { r.options.n_prefix = 10; });  // protected tokens behind the sinks, too
   with([](ExpectedRun& r) { r.size = 3; });               // logits far apart
-  with([](ExpectedRun& r) { r.tokens = 5; });             // one query behind the sinks: no covariance
-  with([](ExpectedRun& r) { r.tokens = 9; });             // rank below the dimension
+  with([](ExpectedRun& r) { r.tokens = r.prompt = 5; });  // one query behind the sinks: no covariance
+  with([](ExpectedRun& r) { r.tokens = r.prompt = 9; });  // rank below the dimension
   for (const double share : {0.05, 0.5}) {
     CAPTURE(share);
     with([&](ExpectedRun& r) { r.poison = share; });
@@ -579,6 +586,32 @@ TEST_CASE("every baseline: nothing allocates, the same bits on threads, and a sa
     }
     bytes[bytes.size() / 2] ^= std::byte{1};
     REQUIRE_FALSE(loaded.load(bytes).ok());
+  });
+}
+
+TEST_CASE("[E12] a protected range survives two compactions under every baseline", "[E12]") {
+  Random random;
+  CAPTURE(random.seed());
+  for_each_baseline([&](const char* name, auto policy) {
+    INFO(name);
+    require_ok(policy.protect({10, 20}));
+    Stream stream = small_stream(random);
+    TestCache<> cache(small_shape, 60);
+    Workspace work(policy.workspace_size(60));
+    for (int compactions = 0; compactions < 2; ++compactions) {
+      for (index_t i = 0; i < (compactions == 0 ? 40 : 20); ++i) {
+        Token token = stream.next(policy.next_position());
+        if (token.position >= 10 && token.position < 20)  // as bad as can be: NaN scores lowest
+          std::fill(token.keys.begin(), token.keys.end(), nan_float());
+        feed(policy, cache, token);
+      }
+      require_value(evict(policy, cache.view(), work));
+      REQUIRE(cache.view().num_tokens() == small_budget);
+      for (index_t h = 0; h < 2; ++h) {
+        const std::vector<position_t> positions = positions_of(cache, h);
+        for (position_t p = 10; p < 20; ++p) REQUIRE(std::binary_search(positions.begin(), positions.end(), p));
+      }
+    }
   });
 }
 

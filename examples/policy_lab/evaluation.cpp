@@ -185,8 +185,8 @@ Result<Outcome> evaluate(const engine::Model& model, const PolicyEntry& entry, P
     Result<StepTime> time = forced->decode(full.tokens[i]);
     if (!time) return time.status();
     std::size_t rows = 0;
-    for (index_t i = 0; i < model.layers() * heads; ++i)
-      rows += static_cast<std::size_t>(forced->policy->num_tokens(i / heads, i % heads));
+    for (index_t l = 0; l < model.layers(); ++l)
+      for (index_t h = 0; h < heads; ++h) rows += static_cast<std::size_t>(forced->policy->num_tokens(l, h));
     outcome.peak_kv_bytes = std::max(outcome.peak_kv_bytes, rows * bytes_per_row);
     if (shadow) {
       if (Status s = shadow->decode(full.tokens[i]); !s) return s;
