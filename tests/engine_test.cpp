@@ -554,6 +554,23 @@ TEST_CASE("After rows were evicted, attention sees what is left, at true positio
       std::copy(rows + (first + count) * 8, rows + index_t{20} * 8, rows + first * 8);
     }
   };
+  SECTION("heads of different lengths") {
+    evict(0, 3, 7);
+    evict(1, 11, 2);
+    REQUIRE(session.set_length(1, 0, 13).ok());
+    REQUIRE(session.set_length(1, 1, 18).ok());
+    for (int i = 20; i < 30; ++i) {
+      const Row logits = reference.step(tokens[at(i)]);
+      REQUIRE(session.decode(tokens[at(i)]).ok());
+      CHECK(test::largest_difference(session.logits(), logits) < tolerance);
+      CHECK(session.attention(0).size() == at(6 * (i + 1)));
+      CHECK(session.attention(1).empty());  // no [heads][rows] to show
+    }
+    CHECK(session.length(1, 0) == 23);
+    CHECK(session.length(1, 1) == 28);
+    CHECK(session.length(1) == 28);
+    return;
+  }
   evict(0, 3, 7);
   evict(1, 11, 7);
   REQUIRE(session.set_length(1, 13).ok());
@@ -682,6 +699,9 @@ TEST_CASE("A refused call names the value and leaves the session as it was") {
   refused(session.set_length(2, 1), StatusCode::invalid_argument, "layer = 2");
   refused(session.set_length(0, 9), StatusCode::invalid_argument, "rows = 9");
   refused(session.set_length(0, -1), StatusCode::invalid_argument, "rows = -1");
+  refused(session.set_length(0, 2, 1), StatusCode::invalid_argument, "head = 2");
+  refused(session.set_length(0, -1, 1), StatusCode::invalid_argument, "head = -1");
+  refused(session.set_length(0, 1, 9), StatusCode::invalid_argument, "rows = 9");
   CHECK(session.prefill(std::vector{1, 2, 3}).ok());
 
   for (const index_t capacity : {index_t{0}, index_t{-5}, std::numeric_limits<index_t>::max()}) {

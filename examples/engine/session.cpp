@@ -46,12 +46,12 @@ Result<Session> Session::make(const Model& model, index_t capacity) {
 Session::Session(const Model& model, index_t capacity, Checked /*tag*/)
     : model_(&model),
       capacity_(capacity),
-      lengths_(static_cast<std::size_t>(model.layers())),
+      lengths_(static_cast<std::size_t>(model.layers() * model.shape().kv_heads)),
       keys_(model.layers() * layer_stride()),
       values_(keys_.size()),
       logits_(Vector::Zero(model.vocab_size())),
       queries_(model.layers() * query_width()),
-      recorded_rows_(lengths_.size()),
+      recorded_rows_(static_cast<std::size_t>(model.layers())),
       hidden_(block * model.config().hidden_size),
       normed_(hidden_.size()),
       qkv_(block * qkv_width()),
@@ -114,7 +114,8 @@ void Session::forward(std::span<const int> tokens, index_t first) {
     attend(l, count);
     apply(weights.output, mixed_.data(), count, hidden_.data(), true, products_.data());
     feed_forward(weights, count);
-    lengths_[static_cast<std::size_t>(l)] += count;
+    for (index_t h = 0; h < model_->shape().kv_heads; ++h)
+      lengths_[static_cast<std::size_t>(l * model_->shape().kv_heads + h)] += count;
   }
   next_position_ += count;
 }
@@ -140,7 +141,7 @@ void Session::append_heads(index_t layer, index_t tokens, index_t first) {
     const RopeRotation rotation{.cos = {angles, pairs}, .sin = {angles + pairs, pairs}};
     for (index_t h = 0; h < query_heads + kv_heads; ++h) rope.apply(rotation, query + h * dim, factor);
     for (index_t h = 0; h < kv_heads; ++h) {
-      const index_t row = (h * capacity_ + length(layer) + t) * dim;
+      const index_t row = (h * capacity_ + length(layer, h) + t) * dim;
       std::copy_n(key + h * dim, dim, keys(layer) + row);
       std::copy_n(value + h * dim, dim, values(layer) + row);
     }
@@ -152,15 +153,17 @@ void Session::append_heads(index_t layer, index_t tokens, index_t first) {
 void Session::attend(index_t layer, index_t tokens) {
   const auto& [query_heads, kv_heads, dim] = model_->shape();
   const index_t group = model_->shape().group();
-  const bool record = recording_ && query_tokens_ == 1;
+  const index_t longest = length(layer);
+  bool record = recording_ && query_tokens_ == 1;
+  for (index_t h = 0; h < kv_heads; ++h) record = record && length(layer, h) == longest;
   float* const weights = record ? recorded_.data() + layer * query_heads * capacity_ : weights_.data();
-  if (record) recorded_rows_[static_cast<std::size_t>(layer)] = length(layer) + 1;
+  if (record) recorded_rows_[static_cast<std::size_t>(layer)] = longest + 1;
   for (index_t h = 0; h < kv_heads; ++h) {
     const index_t first = h * capacity_ * dim;
     for (index_t t = 0; t < tokens; ++t) {
-      const index_t rows = length(layer) + t + 1;
+      const index_t rows = length(layer, h) + t + 1;
       engine::attend({keys(layer) + first, values(layer) + first, rows, dim}, group,
-                     qkv_.data() + t * qkv_width() + h * group * dim, weights + h * group * rows,
+                     qkv_.data() + t * qkv_width() + h * group * dim, weights + h * group * (longest + t + 1),
                      mixed_.data() + t * query_width() + h * group * dim);
     }
   }
@@ -185,10 +188,23 @@ QueryView Session::queries(index_t layer) const noexcept {
                                 shape.head_dim);
 }
 
+index_t Session::length(index_t layer) const noexcept {
+  const auto first = lengths_.begin() + layer * model_->shape().kv_heads;
+  return *std::max_element(first, first + model_->shape().kv_heads);
+}
+
 Status Session::set_length(index_t layer, index_t rows) {
+  for (index_t h = 0; h < model_->shape().kv_heads; ++h)
+    if (Status s = set_length(layer, h, rows); !s) return s;
+  return {};
+}
+
+Status Session::set_length(index_t layer, index_t head, index_t rows) {
   if (layer < 0 || layer >= model_->layers()) return detail::invalid("layer = ", layer, ": the model has ", model_->layers());
+  if (head < 0 || head >= model_->shape().kv_heads)
+    return detail::invalid("head = ", head, ": the model has ", model_->shape().kv_heads, " KV heads");
   if (rows < 0 || rows > capacity_) return detail::invalid("rows = ", rows, ": must be from 0 to capacity = ", capacity_);
-  lengths_[static_cast<std::size_t>(layer)] = rows;
+  lengths_[static_cast<std::size_t>(layer * model_->shape().kv_heads + head)] = rows;
   return {};
 }
 

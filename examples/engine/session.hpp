@@ -41,16 +41,22 @@ class Session {
   /// Queries before RoPE, after the q-norm, of all tokens of the last `prefill` or `decode`. Valid until the next.
   [[nodiscard]] QueryView queries(index_t layer) const noexcept;
 
-  /// KV memory of a layer: `[Hk][capacity][D]`, of which the first `length(layer)` rows of each head are in use.
+  /// KV memory of a layer: `[Hk][capacity][D]`, of which the first `length(layer, head)` rows of each head are in use.
   [[nodiscard]] float* keys(index_t layer) noexcept { return keys_.data() + layer * layer_stride(); }
   [[nodiscard]] float* values(index_t layer) noexcept { return values_.data() + layer * layer_stride(); }
   [[nodiscard]] const float* keys(index_t layer) const noexcept { return keys_.data() + layer * layer_stride(); }
   [[nodiscard]] const float* values(index_t layer) const noexcept { return values_.data() + layer * layer_stride(); }
 
   [[nodiscard]] index_t capacity() const noexcept { return capacity_; }
-  [[nodiscard]] index_t length(index_t layer) const noexcept { return lengths_[static_cast<std::size_t>(layer)]; }
+  /// Of all heads, or of the longest one.
+  [[nodiscard]] index_t length(index_t layer) const noexcept;
+  [[nodiscard]] index_t length(index_t layer, index_t head) const noexcept {
+    return lengths_[static_cast<std::size_t>(layer * model_->shape().kv_heads + head)];
+  }
   /// To be told after rows of a layer were moved, removed or put back: the first `rows` of each head are in use.
   [[nodiscard]] Status set_length(index_t layer, index_t rows);
+  /// The same of one KV head: heads may differ.
+  [[nodiscard]] Status set_length(index_t layer, index_t head, index_t rows);
 
   /// Position of the next token: the number of tokens seen so far.
   [[nodiscard]] position_t next_position() const noexcept { return next_position_; }
@@ -63,7 +69,7 @@ class Session {
   void record_attention(bool on);
 
   /// `[Hq][rows]` weights of the last decode step, with `rows = length(layer)` as it was then, the new row included. Empty
-  /// where recording was off or the last call had several tokens.
+  /// where recording was off, heads differed in length or the last call had several tokens.
   [[nodiscard]] std::span<const float> attention(index_t layer) const noexcept;
 
  private:
@@ -88,8 +94,8 @@ class Session {
   const Model* model_;
   index_t capacity_;
   position_t next_position_ = 0;
-  std::vector<index_t> lengths_;
-  Vector keys_, values_;  // [layers][Hk][capacity][D]
+  std::vector<index_t> lengths_;  // [layers][Hk]
+  Vector keys_, values_;          // [layers][Hk][capacity][D]
   Vector logits_;
   Vector queries_;  // [layers][query_tokens_][Hq][D], room for more
   index_t query_tokens_ = 0;

@@ -100,7 +100,7 @@ struct Sequence {
     const std::span<const float> weights = full.attention(l);
     const index_t rows = static_cast<index_t>(weights.size()) / shape.query_heads;
     for (index_t q = 0; q < shape.query_heads; ++q)
-      for (index_t slot = 0; slot < policy.num_tokens(l); ++slot)
+      for (index_t slot = 0; slot < policy.num_tokens(l, q / shape.group()); ++slot)
         total += static_cast<double>(weights[static_cast<std::size_t>(q * rows + policy.position(l, q / shape.group(), slot))]);
   }
   return total / static_cast<double>(full.model().layers() * shape.query_heads);
@@ -162,7 +162,8 @@ Result<Outcome> evaluate(const engine::Model& model, const PolicyEntry& entry, P
   }
 
   Outcome outcome;
-  const auto bytes_per_row = static_cast<std::size_t>(forced->policy->bytes_per_token() / model.layers());
+  const index_t heads = model.shape().kv_heads;
+  const auto bytes_per_row = static_cast<std::size_t>(forced->policy->bytes_per_token() / (model.layers() * heads));
   outcome.peak_kv_bytes = problem.prompt.size() * static_cast<std::size_t>(forced->policy->bytes_per_token());
   outcome.prompt_eviction_us = forced->prompt_eviction_us;
   double mass = 0;
@@ -184,7 +185,8 @@ Result<Outcome> evaluate(const engine::Model& model, const PolicyEntry& entry, P
     Result<StepTime> time = forced->decode(full.tokens[i]);
     if (!time) return time.status();
     std::size_t rows = 0;
-    for (index_t l = 0; l < model.layers(); ++l) rows += static_cast<std::size_t>(forced->policy->num_tokens(l));
+    for (index_t l = 0; l < model.layers(); ++l)
+      for (index_t h = 0; h < heads; ++h) rows += static_cast<std::size_t>(forced->policy->num_tokens(l, h));
     outcome.peak_kv_bytes = std::max(outcome.peak_kv_bytes, rows * bytes_per_row);
     if (shadow) {
       if (Status s = shadow->decode(full.tokens[i]); !s) return s;

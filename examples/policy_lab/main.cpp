@@ -76,6 +76,16 @@ int main(int argc, char** argv) {
   add_setting(*run, options, "interval", "Tokens between evictions (rkv, as published)");
   add_setting(*run, options, "ratio", "Compression (rpc, as published)");
   add_setting(*run, options, "n_prefix", "Sinks (recent_window, as published)");
+  add_setting(*run, options, "max_pending_queries", "Most queries between two evictions that count (h2o, default 512)");
+  add_setting(*run, options, "lag", "Tokens of a partition (lagkv, default 16; as published 128)");
+  add_setting(*run, options, "cross_scoring", "1: partitions compete with each other (lagkv)");
+  add_setting(*run, options, "n_sink", "Positions below this are left out (expected_attention, default 4)");
+  add_setting(*run, options, "n_future_positions", "Positions to come (expected_attention, default 32; as published 512)");
+  add_setting(*run, options, "use_covariance", "0: the mean query alone (expected_attention)");
+  add_setting(*run, options, "value_norm", "1: scores times the length of the value (expected_attention)");
+  add_setting(*run, options, "epsilon", "Added to the weight that the value's length multiplies (expected_attention)");
+  add_setting(*run, options, "beta", "The last layer's share of the mean budget is one in so many (pyramidkv, default 20)");
+  add_setting(*run, options, "safeguard", "Share of the mean budget that every head keeps (adakv, default 0.2)");
 
   CLI11_PARSE(app, argc, argv);
   options.compare = !fast;

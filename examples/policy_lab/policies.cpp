@@ -12,7 +12,6 @@ namespace beaconkv::lab {
 namespace {
 
 using engine::Session;
-using Cache = PlaneCache<float>;
 using MadePolicy = Result<std::unique_ptr<ModelPolicy>>;
 
 [[nodiscard]] Plane<float> plane_of(const Session& session, float* base) {
@@ -21,8 +20,10 @@ using MadePolicy = Result<std::unique_ptr<ModelPolicy>>;
 }
 
 /// A policy at work on the layers of a session's memory.
-template <class Policy>
+template <class Policy, Granularity G = Granularity::per_head>
 class LayeredPolicy final : public ModelPolicy {
+  using Cache = PlaneCache<float, float, G>;
+
  public:
   /// `policies`: one for each layer.
   [[nodiscard]] static MadePolicy make(Session& session, std::vector<Policy> policies, index_t layers_per_step) {
@@ -72,10 +73,16 @@ class LayeredPolicy final : public ModelPolicy {
   }
 
   [[nodiscard]] std::optional<index_t> budget_min() const override {
-    if constexpr (requires { layers_.policy(0).schedule().lower(); }) return layers_.policy(0).schedule().lower();
+    if constexpr (requires { layers_.policy(0).schedule().lower(); }) {
+      for (index_t l = 1; l < layers_.num_layers(); ++l)
+        if (layers_.policy(l).schedule().lower() != layers_.policy(0).schedule().lower()) return std::nullopt;
+      return layers_.policy(0).schedule().lower();
+    }
     return std::nullopt;
   }
-  [[nodiscard]] index_t num_tokens(index_t layer) const override { return layers_.cache(layer).num_tokens(); }
+  [[nodiscard]] index_t num_tokens(index_t layer, index_t head) const override {
+    return detail::tokens_of(layers_.cache(layer), head);
+  }
   [[nodiscard]] position_t position(index_t layer, index_t head, index_t slot) const override {
     return layers_.cache(layer).position(head, slot);
   }
@@ -92,7 +99,8 @@ class LayeredPolicy final : public ModelPolicy {
     const Result<SequenceReport> report = layers_.evict_where_due();
     if (!report) return report.status();
     for (index_t l = 0; report->layers > 0 && l < layers_.num_layers(); ++l)
-      if (Status s = session.set_length(l, layers_.cache(l).num_tokens()); !s) return s;
+      for (index_t h = 0; h < layers_.cache(l).num_kv_heads(); ++h)
+        if (Status s = session.set_length(l, h, num_tokens(l, h)); !s) return s;
     return report->layers;
   }
 
@@ -195,6 +203,28 @@ MadePolicy make_full(const PolicyRequest& request, Settings& settings, Session& 
   return build<RecentWindow<>>(request, {.budget = {.max = std::numeric_limits<index_t>::max()}}, settings, session);
 }
 
+/// The heads of a layer share the budget of a policy.
+template <class Policy>
+[[nodiscard]] MadePolicy build_adakv(const PolicyRequest& request, const typename Policy::Options& options, Settings& settings,
+                                     Session& session) {
+  using Shared = AdaKV<Policy>;
+  const AdaKVOptions own{.safeguard = static_cast<double>(settings.number("safeguard", 0.2F))};
+  if (Status s = settings.status(); !s) return s;
+  const engine::Model& model = session.model();
+  const Result<Policy> policy = Policy::make(model.shape(), options, model.rope());
+  if (!policy) return policy.status();
+  const Result<Shared> shared = Shared::make(*policy, own);
+  if (!shared) return shared.status();
+  return LayeredPolicy<Shared, Granularity::per_head_ragged>::make(
+      session, std::vector<Shared>(static_cast<std::size_t>(model.layers()), *shared), request.layers_per_step);
+}
+
+MadePolicy make_adakv(const PolicyRequest& request, Settings& settings, Session& session) {
+  using Policy = SnapKV<AttentionScorer, FixedBudget>;
+  const Policy::Options o = common_options<Policy>(request, settings);
+  return build_adakv<Policy>(request, o, settings, session);
+}
+
 MadePolicy make_random(const PolicyRequest& request, Settings& settings, Session& session) {
   using Random = EvictionPolicy<NoQueries, RandomScorer, FixedBudget>;
   Random::Parts parts{.schedule = common_budget(request, settings),
@@ -274,6 +304,12 @@ MadePolicy publish_pyramidkv(const PolicyRequest& request, Settings& settings, S
   return LayeredPolicy<SnapKV<>>::make(session, std::move(*layers), request.layers_per_step);
 }
 
+MadePolicy publish_adakv(const PolicyRequest& request, Settings& settings, Session& session) {
+  SnapKVOptions<> o{.budget = {.tokens = request.budget}};
+  read_options(o, settings);
+  return build_adakv<SnapKV<>>(request, o, settings, session);
+}
+
 MadePolicy publish_beaconkv(const PolicyRequest& request, Settings& settings, Session& session) {
   BeaconKVOptions<> o{.budget = common_budget(request, settings)};
   read_options(o, settings);
@@ -300,6 +336,7 @@ const std::vector<PolicyEntry>& policy_entries() {
       {"expected_attention", make_common<ExpectedAttention<>>,
        publish_press<ExpectedAttention<ExpectedAttentionScorer, PromptBudget>>},
       {"pyramidkv", make_pyramidkv, publish_pyramidkv},
+      {"adakv", make_adakv, publish_adakv},
   };
   return entries;
 }

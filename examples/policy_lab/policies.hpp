@@ -31,9 +31,9 @@ class ModelPolicy {
   /// Then: the policies see the token's queries and evict where they are due. Returns how many layers evicted.
   [[nodiscard]] virtual Result<index_t> observe_and_evict(engine::Session& session) = 0;
 
-  /// Generated tokens left by an eviction, where the rule has such a number.
+  /// Generated tokens left by an eviction, where the rule has such a number, the same for all layers.
   [[nodiscard]] virtual std::optional<index_t> budget_min() const = 0;
-  [[nodiscard]] virtual index_t num_tokens(index_t layer) const = 0;
+  [[nodiscard]] virtual index_t num_tokens(index_t layer, index_t head) const = 0;
   [[nodiscard]] virtual position_t position(index_t layer, index_t head, index_t slot) const = 0;
   [[nodiscard]] virtual index_t bytes_per_token() const = 0;  ///< of all layers together
   [[nodiscard]] virtual std::size_t state_bytes() const = 0;  ///< of all layers together

@@ -107,6 +107,9 @@ class AdaKV : public PolicyT {
   [[nodiscard]] static Result<AdaKV> make(PolicyT policy, const AdaKVOptions& options = {}) {
     if (!(options.safeguard >= 0 && options.safeguard <= 1))
       return detail::invalid("safeguard = ", options.safeguard, ": must be between 0 and 1");
+    if (!policy.scores_by_head())
+      return detail::error(StatusCode::unsupported,
+                           "policy: scores all heads of a layer together: none can have more than others");
     return AdaKV(std::move(policy), options);
   }
 
@@ -181,8 +184,8 @@ class AdaKV : public PolicyT {
     const Workspace::Frame frame(work);
     const index_t heads = this->shape().kv_heads;
     const std::span<const Range> ranges = this->rules_.protected_ranges();
-    const auto competes = [&](index_t h, index_t slot) {
-      const Range candidates = this->candidates_of(cache, h);
+    const auto competes = [&, head = index_t{-1}, candidates = Range{}](index_t h, index_t slot) mutable {
+      if (h != head) candidates = this->candidates_of(cache, head = h);
       if (slot < candidates.first || slot >= candidates.last) return false;
       return std::none_of(ranges.begin(), ranges.end(), [&](const Range& r) {
         const position_t position = cache.position(h, slot);

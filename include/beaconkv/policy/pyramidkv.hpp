@@ -26,7 +26,7 @@ inline void set_budget(FixedBudget& schedule, index_t tokens, index_t window) no
 
 }  // namespace detail
 
-/// PyramidKV (arXiv 2406.02069), equation 3: one policy for each of `layers` layers, with `options` and the budget of
+/// PyramidKV (arXiv 2406.02069): one policy for each of `layers` layers, with `options` and the budget of
 /// `pyramid_budgets` around `options.budget` (`PromptBudget::tokens`, `FixedBudget::max`), the window included. A budget that
 /// a short sequence does not use is given to no other layer.
 ///

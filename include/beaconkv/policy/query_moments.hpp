@@ -6,8 +6,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 #include <vector>
 
+#include "beaconkv/detail/numeric.hpp"
 #include "beaconkv/policy/observer.hpp"
 
 namespace beaconkv::inline v0 {
