@@ -37,7 +37,7 @@ namespace detail {
 inline constexpr index_t rotation_step = 64;
 /// Pairs that are turned at a time where there is no scratch but the stack.
 inline constexpr index_t pairs_at_once = 128;
-/// Rows that are turned at a time: they stay in the first cache until all their pairs have turned.
+/// Rows that are decoded, turned and encoded at a time: they stay in the first cache.
 inline constexpr index_t rows_a_block = 16;
 
 /// What the copies of a `RopeTable` share.
@@ -168,22 +168,11 @@ class RopeTable {
   void turn(const float* cos, const float* sin, const float* in, index_t in_stride, float* out, index_t out_stride,
             index_t count, index_t first_pair, index_t n, float factor) const noexcept {
     const index_t first = rotary_first_ + (layout_ == RopeLayout::half ? first_pair : 2 * first_pair);
-    for (index_t i = 0; i < count; i += detail::rows_a_block) {
-      const detail::RowsToTurn rows{cos,
-                                    sin,
-                                    in + i * in_stride + first,
-                                    in_stride,
-                                    out + i * out_stride + first,
-                                    out_stride,
-                                    std::min(detail::rows_a_block, count - i),
-                                    n,
-                                    pairs(),
-                                    factor};
-      if (layout_ == RopeLayout::half)
-        detail::run<detail::TurnRows<detail::HalfOrder>>(&rows);
-      else
-        detail::run<detail::TurnRows<detail::PairOrder>>(&rows);
-    }
+    const detail::RowsToTurn rows{cos, sin, in + first, in_stride, out + first, out_stride, count, n, pairs(), factor};
+    if (layout_ == RopeLayout::half)
+      detail::run<detail::TurnRows<detail::HalfOrder>>(&rows);
+    else
+      detail::run<detail::TurnRows<detail::PairOrder>>(&rows);
   }
   /// Row `i` by `first + i * step`.
   void turn_rows(float* rows, index_t count, index_t stride, position_t first, position_t step, float factor) const noexcept;

@@ -15,81 +15,71 @@ namespace beaconkv::inline v0::detail {
 
 class RowTurner {
  public:
-  /// The most rows that `turn` takes in one call: enough that what a call costs does not show.
-  static constexpr index_t most_rows = 64;
-
   /// Takes its scratch from `work`.
   RowTurner(const RopeTable& rope, Workspace& work)
       : rope_(&rope),
         cursor_(rope, work),
-        rotations_(work.take<float>(remembered * rope.rotary_dim())),
-        deltas_(work.take<position_t>(remembered)) {
+        rotations_(work.take<float>(remembered_rotations * rope.rotary_dim())),
+        deltas_(work.take<position_t>(remembered_rotations)) {
     std::fill(deltas_.begin(), deltas_.end(), position_t{0});
+    deltas_[0] = 1;  // whose place is another: rows that do not turn find no rotation
   }
   [[nodiscard]] static WorkspaceSize workspace_size(index_t rotary_dim) {
     return measure([&](Workspace& work) {
       static_cast<void>(work.take<std::byte>(static_cast<index_t>(rope_cursor_workspace_size(rotary_dim).bytes)));
-      static_cast<void>(work.take<float>(remembered * rotary_dim));
-      static_cast<void>(work.take<position_t>(remembered));
+      static_cast<void>(work.take<float>(remembered_rotations * rotary_dim));
+      static_cast<void>(work.take<position_t>(remembered_rotations));
     });
   }
 
-  /// Turns the first of `rows` rows on their way from `in` to `out`, row `i` by `delta(i)`: up to one that does not turn, or
-  /// whose rotation would take the place of one in use. Returns how many, at least one. `out` is `in`, or rows before it of the
-  /// same memory. Precondition: `delta(0) != 0`.
+  /// Turns the first of `rows` rows on their way from `in` to `out`, row `i` by `delta(i)`: up to one that does not turn.
+  /// Returns how many, at least one. `out` is `in`, or rows before it of the same memory. Precondition: `delta(0) != 0`.
   template <class Delta>
   [[nodiscard]] index_t turn(const float* in, index_t in_stride, float* out, index_t out_stride, index_t rows,
                              Delta delta) noexcept {
-    const index_t most = std::min(rows, most_rows);
-    position_t by[most_rows];  // of each run
-    index_t ends[most_rows];
-    index_t runs = 0;
-    position_t now = delta(0);
-    for (index_t i = 1; i < most; ++i) {  // no branch, since none could be foretold
-      const position_t next = delta(i);
-      by[runs] = now;
-      ends[runs] = i;
-      runs += now != next ? 1 : 0;
-      now = next;
-    }
-    by[runs] = now;
-    ends[runs++] = most;
-    const float* rotations[most_rows];
-    index_t found = 0;
-    for (; found < runs; ++found) {
-      if (by[found] == 0) break;
-      const index_t slot = slot_of(by[found]);
-      const float* const here = rotation(slot);
-      if (deltas_[static_cast<std::size_t>(slot)] != by[found]) {
-        if (std::find(rotations, rotations + found, here) != rotations + found) break;  // it is in use
-        form(by[found], slot);
-      }
-      rotations[found] = here;
-    }
     const index_t first = rope_->rotary_first();
-    const index_t n = ends[found - 1];
-    const RunsToTurn t{
-        {nullptr, nullptr, in + first, in_stride, out + first, out_stride, n, rope_->pairs(), rope_->pairs(), 1.0F},
-        rotations,
-        ends,
-        found};
-    if (rope_->layout() == RopeLayout::half)
-      run<TurnRuns<HalfOrder>>(&t);
-    else
-      run<TurnRuns<PairOrder>>(&t);
+    const index_t pairs = rope_->pairs();
+    position_t deltas[most_rows];
+    DeltasToTurn t{{nullptr, nullptr, in + first, in_stride, out + first, out_stride, 0, pairs, pairs, 1.0F},
+                   deltas,
+                   rotations_.data(),
+                   deltas_.data(),
+                   0};
+    index_t n = 0;
+    for (bool all = true; all && n < rows;) {
+      t.rows.rows = std::min(rows - n, most_rows);
+      for (index_t i = 0; i < t.rows.rows; ++i) deltas[i] = delta(n + i);
+      t.deltas = deltas;
+      all = turn(t);
+      n += t.deltas - deltas;
+    }
     if (in != out && rope_->rotary_dim() != rope_->head_dim()) copy_rest(in, in_stride, out, out_stride, n);
     return n;
   }
 
  private:
-  /// Deltas whose rotations are remembered: of those that are this far apart only one.
-  static constexpr index_t remembered = 256;
+  /// Rows whose deltas are looked up at a time: while the stores of those before them are under way.
+  static constexpr index_t most_rows = 48;
 
-  [[nodiscard]] static index_t slot_of(position_t delta) noexcept { return static_cast<index_t>(delta & (remembered - 1)); }
-  [[nodiscard]] float* rotation(index_t slot) const noexcept { return rotations_.data() + slot * rope_->rotary_dim(); }
-  void form(position_t delta, index_t slot) noexcept {
-    cursor_.form(delta, rotation(slot));
-    deltas_[static_cast<std::size_t>(slot)] = delta;
+  /// Turns the rows up to one that does not turn, forming what rotations are missing, and takes them off `t`. False where there
+  /// was one.
+  [[nodiscard]] bool turn(DeltasToTurn& t) noexcept {
+    while (true) {
+      if (rope_->layout() == RopeLayout::half)
+        run<TurnByDeltas<HalfOrder>>(&t);
+      else
+        run<TurnByDeltas<PairOrder>>(&t);
+      t.rows.in += t.turned * t.rows.in_stride;
+      t.rows.out += t.turned * t.rows.out_stride;
+      t.rows.rows -= t.turned;
+      t.deltas += t.turned;
+      if (t.rows.rows == 0) return true;
+      const position_t next = *t.deltas;
+      if (next == 0) return false;
+      const index_t slot = rotation_slot(next);
+      cursor_.form(next, rotations_.data() + slot * rope_->rotary_dim());
+      deltas_[static_cast<std::size_t>(slot)] = next;
+    }
   }
   /// The numbers that do not turn.
   void copy_rest(const float* in, index_t in_stride, float* out, index_t out_stride, index_t rows) const noexcept {
@@ -104,7 +94,7 @@ class RowTurner {
 
   const RopeTable* rope_;
   RopeCursor cursor_;
-  std::span<float> rotations_;    // [remembered][cos, sin][pairs]
+  std::span<float> rotations_;    // [remembered_rotations][cos, sin][pairs]
   std::span<position_t> deltas_;  // of each; 0: none, since no row turns by it
 };
 

@@ -67,8 +67,8 @@ struct ComposeRotation {
   }
 };
 
-/// What `TurnRows` does: `rows` rows from `in` to `out`, which may be the same. Only the numbers that turn are written, some of
-/// them in all rows, then others: rows of `out` must not be rows of `in` that come later, and all should fit the first cache.
+/// What `TurnRows` does: `rows` rows from `in` to `out`, which may be the same. Only the numbers that turn are written, front
+/// to back: rows of `out` must not be rows of `in` that come later.
 struct RowsToTurn {
   const float* cos;
   const float* sin;
@@ -181,43 +181,73 @@ struct PairOrder {
 
 template <class Order>
 struct TurnRows {
+  /// Rows that turn together where the rotation fills the registers several times: a load waits for a store that is a multiple
+  /// of 4 KiB away, and no eight rows of 512 bytes are.
+  static constexpr index_t rows_a_block = 4;
+
+  template <class Isa>
+  static constexpr index_t pairs_a_pass = Order::template vectors_at_once<Isa>* Isa::width;
+
   template <class Isa>
   BEACONKV_KERNEL void run(const RowsToTurn* rows) noexcept {
     const RowsToTurn& t = *rows;  // by address: copies wait for the stores that made it
+    const index_t most = t.pairs == pairs_a_pass<Isa> ? t.rows : rows_a_block;
+    for (index_t first = 0; first < t.rows; first += most) {
+      const index_t left = t.rows - first;
+      turn_block<Isa>(t, t.in + first * t.in_stride, t.out + first * t.out_stride, left < most ? left : most);
+    }
+  }
+
+  template <class Isa>
+  BEACONKV_KERNEL void turn_block(const RowsToTurn& t, const float* in, float* out, index_t rows) noexcept {
     using Floats = typename Isa::Floats;
     constexpr index_t at_once = Order::template vectors_at_once<Isa>;
     index_t i = 0;
-    for (; i + at_once * Isa::width <= t.pairs; i += at_once * Isa::width) turn_all<Floats, at_once>(t, i);
-    for (; i + Isa::width <= t.pairs; i += Isa::width) turn_all<Floats, 1>(t, i);
-    if (i < t.pairs) turn_last<Floats>(t, i);
+    for (; i + pairs_a_pass<Isa> <= t.pairs; i += pairs_a_pass<Isa>) turn_all<Floats, at_once>(t, in, out, rows, i);
+    for (; i + Isa::width <= t.pairs; i += Isa::width) turn_all<Floats, 1>(t, in, out, rows, i);
+    if (i < t.pairs) turn_last<Floats>(t, in, out, rows, i);
+  }
+
+  /// The rotation of the pairs of `count` vectors.
+  template <class V, index_t count>
+  struct Rotation {
+    typename Order::template Rotation<V> part[static_cast<std::size_t>(count)];
+  };
+  template <class V, index_t count>
+  BEACONKV_KERNEL void prepare(Rotation<V, count>& rotation, const float* cos, const float* sin, float factor) noexcept {
+    constexpr auto width = static_cast<index_t>(sizeof(V) / sizeof(float));
+    BEACONKV_UNROLL for (index_t v = 0; v < count; ++v) {
+      V c, s;
+      load(c, cos + v * width);
+      load(s, sin + v * width);
+      c *= factor;
+      s *= factor;
+      Order::prepare(rotation.part[v], c, s);
+    }
+  }
+  template <class V, index_t count>
+  BEACONKV_KERNEL void turn_row(const Rotation<V, count>& rotation, const float* in, float* out, index_t second) noexcept {
+    constexpr auto width = static_cast<index_t>(sizeof(V) / sizeof(float));
+    BEACONKV_UNROLL for (index_t v = 0; v < count; ++v)
+        Order::turn(rotation.part[v], in + Order::step * v * width, out + Order::step * v * width, second);
   }
 
   /// Of all rows the pairs of `count` vectors from `i` on.
   template <class V, index_t count>
-  BEACONKV_KERNEL void turn_all(const RowsToTurn& t, index_t i) noexcept {
-    constexpr auto width = static_cast<index_t>(sizeof(V) / sizeof(float));
-    typename Order::template Rotation<V> rotation[static_cast<std::size_t>(count)];
-    BEACONKV_UNROLL for (index_t v = 0; v < count; ++v) {
-      V c, s;
-      load(c, t.cos + i + v * width);
-      load(s, t.sin + i + v * width);
-      c *= t.factor;
-      s *= t.factor;
-      Order::prepare(rotation[v], c, s);
-    }
-    const float* in = t.in + Order::step * i;
-    float* out = t.out + Order::step * i;
+  BEACONKV_KERNEL void turn_all(const RowsToTurn& t, const float* in, float* out, index_t rows, index_t i) noexcept {
+    Rotation<V, count> rotation;
+    prepare(rotation, t.cos + i, t.sin + i, t.factor);
+    in += Order::step * i;
+    out += Order::step * i;
     const index_t in_stride = t.in_stride;  // or they would be read again after each store
     const index_t out_stride = t.out_stride;
     const index_t second = t.second;
-    for (index_t left = t.rows; left > 0; --left, in += in_stride, out += out_stride)
-      BEACONKV_UNROLL for (index_t v = 0; v < count; ++v)
-          Order::turn(rotation[v], in + Order::step * v * width, out + Order::step * v * width, second);
+    for (; rows > 0; --rows, in += in_stride, out += out_stride) turn_row(rotation, in, out, second);
   }
 
   /// Of all rows the pairs from `i` on, fewer than a vector holds.
   template <class V>
-  BEACONKV_KERNEL void turn_last(const RowsToTurn& t, index_t i) noexcept {
+  BEACONKV_KERNEL void turn_last(const RowsToTurn& t, const float* in, float* out, index_t rows, index_t i) noexcept {
     constexpr auto width = static_cast<index_t>(sizeof(V) / sizeof(float));
     const index_t left = t.pairs - i;
     V c, s;
@@ -227,39 +257,80 @@ struct TurnRows {
     s *= t.factor;
     typename Order::template Rotation<V> rotation;
     Order::prepare(rotation, c, s);
-    for (index_t r = 0; r < t.rows; ++r) {
+    for (index_t r = 0; r < rows; ++r) {
       float some[2 * sizeof(V) / sizeof(float)] = {};
-      Order::copy_some(t.in + r * t.in_stride + Order::step * i, t.second, some, width, left);
+      Order::copy_some(in + r * t.in_stride + Order::step * i, t.second, some, width, left);
       Order::turn(rotation, some, some, width);
-      Order::copy_some(some, width, t.out + r * t.out_stride + Order::step * i, t.second, left);
+      Order::copy_some(some, width, out + r * t.out_stride + Order::step * i, t.second, left);
     }
   }
 };
 
-/// What `TurnRuns` does: as `rows` says, but run after run of rows, `rows.rows` of them: run `i` up to row `ends[i]`, turned by
-/// `rotations[i]`, `rows.pairs` cosines and then as many sines.
-struct RunsToTurn {
+/// Rotations that are remembered: of deltas that are this far apart only one.
+inline constexpr index_t remembered_rotations = 256;
+[[nodiscard]] constexpr index_t rotation_slot(position_t delta) noexcept {
+  return static_cast<index_t>(delta & (remembered_rotations - 1));
+}
+
+/// What `TurnByDeltas` does: as `rows` says, but row `i` by the rotation by `deltas[i]`. That stands in row
+/// `rotation_slot(delta)` of `rotations`, `rows.pairs` cosines and then as many sines, if `formed` says so there. Stops before
+/// the first row whose rotation does not.
+struct DeltasToTurn {
   RowsToTurn rows;
-  const float* const* rotations;
-  const index_t* ends;
-  index_t runs;
+  const position_t* deltas;
+  const float* rotations;
+  const position_t* formed;
+  index_t turned;  ///< set: how many rows
 };
 
 template <class Order>
-struct TurnRuns {
+struct TurnByDeltas {
   template <class Isa>
-  BEACONKV_KERNEL void run(const RunsToTurn* runs) noexcept {
-    RowsToTurn t = runs->rows;
-    index_t end = 0;
-    for (index_t i = 0; i < runs->runs; ++i) {
-      t.rows = runs->ends[i] - end;
-      t.cos = runs->rotations[i];
-      t.sin = t.cos + t.pairs;
-      TurnRows<Order>::template run<Isa>(&t);
-      t.in += t.rows * t.in_stride;
-      t.out += t.rows * t.out_stride;
-      end = runs->ends[i];
+  BEACONKV_KERNEL void run(DeltasToTurn* by) noexcept {
+    using Rows = TurnRows<Order>;
+    constexpr bool at_once = true;
+    if (by->rows.pairs == Rows::template pairs_a_pass<Isa>)
+      turn_runs<Isa, at_once>(*by);
+    else
+      turn_runs<Isa, !at_once>(*by);
+  }
+
+  /// Run after run of rows with the same delta. Where the rotation fits the registers, a run is found while it turns, or its
+  /// end, which cannot be foretold, would be waited for twice.
+  template <class Isa, bool at_once>
+  BEACONKV_KERNEL void turn_runs(DeltasToTurn& by) noexcept {
+    using Rows = TurnRows<Order>;
+    // Number by number: a copy would wait for the stores that made it.
+    const RowsToTurn t{by.rows.cos,        by.rows.sin,  by.rows.in,    by.rows.in_stride, by.rows.out,
+                       by.rows.out_stride, by.rows.rows, by.rows.pairs, by.rows.second,    by.rows.factor};
+    const float* in = t.in;
+    float* out = t.out;
+    const position_t* const deltas = by.deltas;
+    index_t r = 0;
+    while (r < t.rows) {
+      const position_t now = deltas[r];
+      if (by.formed[rotation_slot(now)] != now) break;
+      const float* const cos = by.rotations + rotation_slot(now) * 2 * t.pairs;
+      const float* const sin = cos + t.pairs;
+      if constexpr (at_once) {
+        typename Rows::template Rotation<typename Isa::Floats, Order::template vectors_at_once<Isa>> rotation;
+        Rows::prepare(rotation, cos, sin, t.factor);
+        do {
+          Rows::turn_row(rotation, in, out, t.second);
+          in += t.in_stride;
+          out += t.out_stride;
+        } while (++r < t.rows && deltas[r] == now);
+      } else {
+        const index_t first = r;
+        while (++r < t.rows && deltas[r] == now) {
+        }
+        const RowsToTurn run{cos, sin, in, t.in_stride, out, t.out_stride, r - first, t.pairs, t.second, t.factor};
+        Rows::template run<Isa>(&run);
+        in += run.rows * t.in_stride;
+        out += run.rows * t.out_stride;
+      }
     }
+    by.turned = r;
   }
 };
 

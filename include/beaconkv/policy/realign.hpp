@@ -75,7 +75,7 @@ class KeyTurner {
           ++i;
           continue;
         }
-        const index_t n = turn_decoded(head, from + i, count - i, [&](index_t j) { return delta(i + j); });
+        const index_t n = turn_decoded(head, from + i, count - i, [delta, i](index_t j) { return delta(i + j); });
         for (index_t j = 0; j < n; ++j)
           if (Status s = check_fits(*cache_, head, from + i + j, key(j)); !s) return s;
         i += n;
@@ -88,7 +88,7 @@ class KeyTurner {
   void move(index_t head, index_t to, index_t from, index_t count, Delta delta) {
     for (index_t i = 0; i < count;) {
       if (delta(i) != 0) {
-        i += turn(head, to + i, from + i, count - i, [&](index_t j) { return delta(i + j); });
+        i += turn(head, to + i, from + i, count - i, [delta, i](index_t j) { return delta(i + j); });
         continue;
       }
       index_t n = 1;
@@ -203,7 +203,8 @@ template <RelativeCache Cache>
   for (index_t first = 0; first < cache.num_tokens(); first += at_once)
     for (index_t h = 0; h < cache.num_kv_heads(); ++h)
       if (const index_t n = std::min(at_once, detail::tokens_of(cache, h) - first); n > 0)
-        turner.move(h, first, first, n, [&](index_t i) { return first + i - cache.rotary_position(h, first + i); });
+        turner.move(h, first, first, n,
+                    [&cache, h, first](index_t i) { return first + i - cache.rotary_position(h, first + i); });
   detail::count_by_slots(cache);
   return {};
 }
@@ -253,7 +254,7 @@ requires CacheBuffer<Cache>
     detail::apply_plan(
         cache, plan,
         [&](index_t head, index_t to, index_t from, index_t count) {
-          const auto delta = [&](index_t i) { return to + i - cache.rotary_position(head, from + i); };
+          const auto delta = [&cache, head, to, from](index_t i) { return to + i - cache.rotary_position(head, from + i); };
           const index_t last = detail::keeps_one_set<Cache>() ? cache.num_kv_heads() : head + 1;
           for (index_t h = head; h < last; ++h) {
             turner.move(h, to, from, count, delta);
