@@ -324,9 +324,10 @@ class BeaconQueries {
   [[nodiscard]] index_t rows() const noexcept { return num_beacons() + ring_.size(); }
   [[nodiscard]] index_t max_rows() const noexcept { return n_beacon_ + ring_.capacity(); }
 
-  /// Beacons rotated to `now`, recent queries to their own positions.
-  [[nodiscard]] Status write_rows(const RopeTable* rope, position_t now, float* out, position_t* positions,
-                                  Workspace& work) const {
+  /// Beacons rotated to `now`, recent queries to their own positions. Where the beacons were observed goes to `tags`
+  /// `[query_heads][num_tags()]`, ascending, unless that is null.
+  [[nodiscard]] Status write_rows(const RopeTable* rope, position_t now, float* out, position_t* positions, Workspace& work,
+                                  position_t* tags = nullptr) const {
     BEACONKV_ASSERT(rope != nullptr);
     const Workspace::Frame frame(work);
     detail::RowRotation rotation(work, rope);
@@ -341,6 +342,8 @@ class BeaconQueries {
         for (index_t r = 0; r < beacons_of_head; ++r) {
           rotation.write(b.rows().row(kept[static_cast<std::size_t>(r)]), dim_, out + (h * n + r) * dim_);
           positions[h * n + r] = now;
+          if (tags != nullptr)
+            tags[h * beacons_of_head + r] = b.tags()[static_cast<std::size_t>(kept[static_cast<std::size_t>(r)])];
         }
       }
     }
@@ -386,19 +389,6 @@ class BeaconQueries {
 
   /// Beacons of each head that `write_rows` shows now.
   [[nodiscard]] index_t num_tags() const noexcept { return num_beacons(); }
-  /// Where they were observed, to `out` `[query_heads][num_tags()]`, in the order of `write_rows`: ascending. Takes as much of
-  /// `work` as that does.
-  [[nodiscard]] Status write_tags(position_t* out, Workspace& work) const {
-    const Workspace::Frame frame(work);
-    const std::span<slot_t> kept = work.take<slot_t>(n_beacon_);
-    for (index_t h = 0; h < static_cast<index_t>(buffers_.size()); ++h) {
-      const ContinualFps& b = beacons(h);
-      if (Result<index_t> count = b.would_keep(kept, work); !count) return count.status();
-      for (index_t r = 0; r < num_beacons(); ++r)
-        *out++ = b.tags()[static_cast<std::size_t>(kept[static_cast<std::size_t>(r)])];
-    }
-    return {};
-  }
 
  private:
   [[nodiscard]] ContinualFps& buffer(index_t head) noexcept { return buffers_[static_cast<std::size_t>(head)]; }
