@@ -123,9 +123,9 @@ class RopeTable {
   void apply(const RopeRotation& rotation, float* rows, index_t count, index_t stride, float factor = 1.0F) const noexcept {
     turn(rotation.cos.data(), rotation.sin.data(), rows, stride, rows, stride, count, 0, pairs(), factor);
   }
-  /// Turns `count` rows on their way from `in` to `out`, front to back, which must not be ahead of `in` where they overlap.
-  void apply_to(const RopeRotation& rotation, const float* in, index_t in_stride, float* out, index_t out_stride,
-                index_t count) const noexcept;
+  /// The same on the way from `in` to `out`, front to back, which must not be ahead of `in` where they overlap.
+  void apply_to(const RopeRotation& rotation, const float* in, index_t in_stride, float* out, index_t out_stride, index_t count,
+                float factor = 1.0F) const noexcept;
 
   /// `row` (`head_dim` floats) at `position`, in place: rotation and attention factor.
   void rotate(float* row, position_t position) const noexcept { rotate_run(row, 1, 0, position); }
@@ -348,15 +348,15 @@ inline RopeRotation RopeTable::rotation(position_t delta, std::span<float> scrat
 }
 
 inline void RopeTable::apply_to(const RopeRotation& rotation, const float* in, index_t in_stride, float* out,
-                                index_t out_stride, index_t count) const noexcept {
+                                index_t out_stride, index_t count, float factor) const noexcept {
   const auto before = static_cast<std::size_t>(rotary_first_);
   const auto behind = static_cast<std::size_t>(head_dim_ - rotary_first_ - rotary_dim());
   if (before == 0 && behind == 0) {
-    turn(rotation.cos.data(), rotation.sin.data(), in, in_stride, out, out_stride, count, 0, pairs(), 1.0F);
+    turn(rotation.cos.data(), rotation.sin.data(), in, in_stride, out, out_stride, count, 0, pairs(), factor);
     return;
   }
   for (index_t i = 0; i < count; ++i, in += in_stride, out += out_stride) {
-    turn(rotation.cos.data(), rotation.sin.data(), in, 0, out, 0, 1, 0, pairs(), 1.0F);
+    turn(rotation.cos.data(), rotation.sin.data(), in, 0, out, 0, 1, 0, pairs(), factor);
     if (in == out) continue;
     std::memcpy(out, in, before * sizeof(float));
     std::memcpy(out + head_dim_ - behind, in + head_dim_ - behind, behind * sizeof(float));

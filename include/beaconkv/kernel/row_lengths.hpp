@@ -4,6 +4,7 @@
 /// \file
 /// Euclidean lengths of rows.
 
+#include <algorithm>
 #include <bit>
 #include <cfloat>
 #include <cmath>
@@ -21,6 +22,7 @@ struct RowLengths {
       const float* row[4];
       float squares[4];
       for (index_t r = 0; r < 4; ++r) row[r] = rows + std::min(i + r, n - 1) * stride;
+      if (stride == dim) ask_for(rows, (i + 8) * dim, 4 * dim);
       squares_of_four<Isa>(squares, row, dim);
       for (index_t r = 0; r < 4 && i + r < n; ++r) {
         const auto exponent = static_cast<std::int32_t>(std::bit_cast<std::uint32_t>(squares[r]) >> 23) & 0xFF;
@@ -33,6 +35,14 @@ struct RowLengths {
   }
 
  private:
+  /// Fetches what comes next from main memory: a row is over before the processor sees a stream. Behind the last row is the
+  /// next run, or nothing that hurts.
+  BEACONKV_KERNEL void ask_for(const float* rows, index_t first, index_t count) noexcept {
+    const auto address = reinterpret_cast<std::uintptr_t>(rows) + static_cast<std::size_t>(first) * sizeof(float);
+    for (index_t d = 0; d < count; d += lanes)
+      __builtin_prefetch(reinterpret_cast<const void*>(address + static_cast<std::size_t>(d) * sizeof(float)));
+  }
+
   template <class Isa>
   BEACONKV_KERNEL void squares_of_four(float* out, const float* const (&rows)[4], index_t dim) noexcept {
     Lanes<Isa> sum[4] = {};

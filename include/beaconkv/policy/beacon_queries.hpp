@@ -104,27 +104,16 @@ class BeaconQueries {
   }
   /// Beacons of each head that `write_rows` shows now.
   [[nodiscard]] index_t num_tags() const noexcept { return num_beacons(); }
-  /// Where they were observed, to `out` `[query_heads][num_tags()]`, in the order of `write_rows`: ascending. Takes as much of
-  /// `work` as that does.
-  [[nodiscard]] Status write_tags(position_t* out, Workspace& work) const {
-    if (beacons_.empty()) return {};
-    const Workspace::Frame frame(work);
-    const std::span<slot_t> kept = work.take<slot_t>(n_beacon_);
-    return for_each_head(num_waiting(), work, [&](index_t h, const WaitingRows& waiting, auto next) -> Status {
-      if (Result<index_t> count = of(h).would_keep(kept, work, waiting, next); !count) return count.status();
-      for (index_t r = 0; r < num_beacons(); ++r) *out++ = pool_position(h, kept[static_cast<std::size_t>(r)]);
-      return {};
-    });
-  }
   [[nodiscard]] index_t num_recent() const noexcept { return ring_.size() - num_waiting(); }
 
   /// Beacons first, then the recent queries, oldest first. All heads have equally many.
   [[nodiscard]] index_t rows() const noexcept { return num_beacons() + num_recent(); }
   [[nodiscard]] index_t max_rows() const noexcept { return n_beacon_ + n_recent_; }
 
-  /// Beacons rotated to `now`, recent queries to their own positions.
-  [[nodiscard]] Status write_rows(const RopeTable* rope, position_t now, float* out, position_t* positions,
-                                  Workspace& work) const {
+  /// Beacons rotated to `now`, recent queries to their own positions. Where the beacons were observed goes to `tags`
+  /// `[query_heads][num_tags()]`, ascending, unless that is null.
+  [[nodiscard]] Status write_rows(const RopeTable* rope, position_t now, float* out, position_t* positions, Workspace& work,
+                                  position_t* tags = nullptr) const {
     BEACONKV_ASSERT(rope != nullptr);
     const Workspace::Frame frame(work);
     detail::RowRotation rotation(work, rope);
@@ -136,22 +125,19 @@ class BeaconQueries {
       const Status sampled =
           for_each_head(num_waiting(), work, [&](index_t h, const WaitingRows& waiting, auto next) -> Status {
             if (Result<index_t> count = of(h).would_keep(kept, work, waiting, next); !count) return count.status();
-            for (index_t r = 0; r < beacons_of_head; ++r) {
-              rotation.write(pool_row(h, kept[static_cast<std::size_t>(r)]), dim_, out + (h * n + r) * dim_);
-              positions[h * n + r] = now;
+            const auto slot = [&](index_t r) { return kept[static_cast<std::size_t>(r)]; };
+            for (index_t r = 0, end = 0; r < beacons_of_head; r = end) {  // rows that lie one behind the other at once
+              while (++end < beacons_of_head && slot(end) == slot(end - 1) + 1 && slot(end) < of(h).size()) continue;
+              rotation.write(pool_row(h, slot(r)), dim_, dim_, end - r, out + (h * n + r) * dim_, dim_);
             }
+            std::fill_n(positions + h * n, beacons_of_head, now);
+            if (tags != nullptr)
+              for (index_t r = 0; r < beacons_of_head; ++r) tags[h * beacons_of_head + r] = pool_position(h, slot(r));
             return {};
           });
       if (!sampled) return sampled;
     }
-    for (index_t i = 0; i < num_recent(); ++i) {
-      const index_t token = num_waiting() + i;
-      rotation.at(ring_.position(token));
-      for (index_t h = 0; h < heads_; ++h) {
-        rotation.write(ring_.row(token, h), dim_, out + (h * n + beacons_of_head + i) * dim_);
-        positions[h * n + beacons_of_head + i] = ring_.position(token);
-      }
-    }
+    ring_.write(num_waiting(), num_recent(), rotation, beacons_of_head, n, out, positions);
     return {};
   }
 

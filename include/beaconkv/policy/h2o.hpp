@@ -20,8 +20,7 @@ class PendingQueries {
   static constexpr bool needs_queries = true;
   static constexpr bool needs_rope = false;
 
-  PendingQueries(const Shape& shape, const Options& options)
-      : heads_(shape.query_heads), dim_(shape.head_dim), ring_(shape, options.most) {}
+  PendingQueries(const Shape& shape, const Options& options) : dim_(shape.head_dim), ring_(shape, options.most) {}
 
   [[nodiscard]] friend Status validate(const Options& options, const Shape&) {
     if (options.most < 1) return detail::invalid("max_pending_queries = ", options.most, ": must be at least 1");
@@ -47,13 +46,7 @@ class PendingQueries {
   [[nodiscard]] Status write_rows(const RopeTable* rope, position_t, float* out, position_t* positions, Workspace& work) const {
     const Workspace::Frame frame(work);
     detail::RowRotation rotation(work, rope);
-    for (index_t r = 0; r < rows(); ++r) {
-      rotation.at(ring_.position(r));
-      for (index_t h = 0; h < heads_; ++h) {
-        rotation.write(ring_.row(r, h), dim_, out + (h * rows() + r) * dim_);
-        positions[h * rows() + r] = ring_.position(r);
-      }
-    }
+    ring_.write(0, rows(), rotation, 0, rows(), out, positions);
     return {};
   }
   [[nodiscard]] WorkspaceSize workspace_size() const { return detail::RowRotation::workspace_size(dim_); }
@@ -62,11 +55,11 @@ class PendingQueries {
   template <class Archive>
   void exchange(Archive& archive) {
     archive.expect("observer", 4);
+    archive.expect("n_recent_queries", ring_.capacity());
     ring_.exchange(archive);
   }
 
  private:
-  index_t heads_;
   index_t dim_;
   detail::QueryRing ring_;
 };

@@ -77,6 +77,32 @@ concept Observer = std::copyable<O> &&
 
 namespace detail {
 
+/// Rotates rows to one position after another, forming the angles once for all heads of a position.
+class RowRotation {
+ public:
+  RowRotation(Workspace& work, const RopeTable* rope)
+      : rotates_(rope != nullptr), cursor_(rope != nullptr ? *rope : none_, work) {}
+  [[nodiscard]] static WorkspaceSize workspace_size(index_t dim) { return rope_cursor_workspace_size(dim); }
+  void at(position_t position) {
+    if (rotates_) rotation_ = cursor_.at(position);
+  }
+  /// `count` rows of `dim` numbers, `stride` apart, to `out`, `out_stride` apart.
+  void write(const float* rows, index_t stride, index_t dim, index_t count, float* out, index_t out_stride) const {
+    if (rotates_) {
+      const auto factor = static_cast<float>(cursor_.table().attention_factor());
+      cursor_.table().apply_to(rotation_, rows, stride, out, out_stride, count, factor);
+    } else {
+      for (index_t i = 0; i < count; ++i) std::copy_n(rows + i * stride, dim, out + i * out_stride);
+    }
+  }
+
+ private:
+  RopeTable none_{};
+  bool rotates_;
+  RopeCursor cursor_;
+  RopeRotation rotation_{};
+};
+
 /// The newest `capacity` tokens' queries, `[token][head][dim]`, with their positions.
 class QueryRing {
  public:
@@ -119,6 +145,16 @@ class QueryRing {
     positions_[static_cast<std::size_t>(at)] = queries.first_position + token;
     ++size_;
   }
+  /// Tokens `[first, first + count)` at their positions, to the rows from `row` on of each head of `out` `[heads][rows][dim]`
+  /// and of `positions` `[heads][rows]`.
+  void write(index_t first, index_t count, RowRotation& rotation, index_t row, index_t rows, float* out,
+             position_t* positions) const {
+    for (index_t i = first; i < first + count; ++i, ++row) {
+      rotation.at(position(i));
+      rotation.write(this->row(i, 0), dim_, dim_, heads_, out + row * dim_, rows * dim_);
+      for (index_t h = 0; h < heads_; ++h) positions[h * rows + row] = position(i);
+    }
+  }
   void drop_oldest(index_t count) noexcept {
     first_ = slot(count);
     size_ -= count;
@@ -140,27 +176,6 @@ class QueryRing {
   index_t size_ = 0;
   std::vector<float> rows_;
   std::vector<position_t> positions_;
-};
-
-/// Rotates `row` to one position after another, forming the angles once for all heads of a position.
-class RowRotation {
- public:
-  RowRotation(Workspace& work, const RopeTable* rope)
-      : rotates_(rope != nullptr), cursor_(rope != nullptr ? *rope : none_, work) {}
-  [[nodiscard]] static WorkspaceSize workspace_size(index_t dim) { return rope_cursor_workspace_size(dim); }
-  void at(position_t position) {
-    if (rotates_) rotation_ = cursor_.at(position);
-  }
-  void write(const float* row, index_t dim, float* out) const {
-    std::copy(row, row + dim, out);
-    if (rotates_) cursor_.table().apply(rotation_, out, static_cast<float>(cursor_.table().attention_factor()));
-  }
-
- private:
-  RopeTable none_{};
-  bool rotates_;
-  RopeCursor cursor_;
-  RopeRotation rotation_{};
 };
 
 }  // namespace detail
@@ -201,8 +216,7 @@ class RecentQueries {
   static constexpr bool needs_rope = false;
 
   RecentQueries(const Shape& shape, const Options& options)
-      : heads_(shape.query_heads),
-        dim_(shape.head_dim),
+      : dim_(shape.head_dim),
         newest_twice_(options.newest_twice && options.count > 1),
         ring_(shape, newest_twice_ ? options.count - 1 : options.count) {}
 
@@ -227,14 +241,8 @@ class RecentQueries {
   [[nodiscard]] Status write_rows(const RopeTable* rope, position_t, float* out, position_t* positions, Workspace& work) const {
     const Workspace::Frame frame(work);
     detail::RowRotation rotation(work, rope);
-    for (index_t r = 0; r < rows(); ++r) {
-      const index_t token = std::min(r, ring_.size() - 1);
-      rotation.at(ring_.position(token));
-      for (index_t h = 0; h < heads_; ++h) {
-        rotation.write(ring_.row(token, h), dim_, out + (h * rows() + r) * dim_);
-        positions[h * rows() + r] = ring_.position(token);
-      }
-    }
+    ring_.write(0, ring_.size(), rotation, 0, rows(), out, positions);
+    if (newest_twice_ && ring_.size() > 0) ring_.write(ring_.size() - 1, 1, rotation, ring_.size(), rows(), out, positions);
     return {};
   }
   [[nodiscard]] WorkspaceSize workspace_size() const { return detail::RowRotation::workspace_size(dim_); }
@@ -248,7 +256,6 @@ class RecentQueries {
   }
 
  private:
-  index_t heads_;
   index_t dim_;
   bool newest_twice_;
   detail::QueryRing ring_;

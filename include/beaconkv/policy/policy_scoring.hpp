@@ -36,9 +36,10 @@ concept NoteTaker = requires(Scorer scorer, const Scorer& view, const Shape& sha
 
 /// Whether the observer tells where its leading rows were observed.
 template <class ObserverT>
-concept ShowsTags = requires(const ObserverT& observer, position_t* out, Workspace& work) {
+concept ShowsTags = requires(const ObserverT& observer, const RopeTable* rope, position_t now, float* out, position_t* to,
+                             Workspace& work) {
   { observer.num_tags() } -> std::same_as<index_t>;
-  { observer.write_tags(out, work) } -> std::same_as<Status>;
+  { observer.write_rows(rope, now, out, to, work, to) } -> std::same_as<Status>;
 };
 
 template <class Scorer>
@@ -157,15 +158,18 @@ class PolicyScoring : public PolicyState<ObserverT, ScorerT, ScheduleT> {
   [[nodiscard]] Result<Observations> observe_now(const Cache& cache, std::span<float> queries, std::span<position_t> positions,
                                                  Workspace& work, std::span<position_t> tags = {}) const {
     const index_t rows = observer_.rows();
-    if (Status s = observer_.write_rows(this->rope(), next_position_ - 1, queries.data(), positions.data(), work); !s) return s;
-    detail::move_to_rotary_positions(cache, this->rope(), shape_, rows, queries, positions, work);
     Observations seen{queries.data(), positions, shape_.query_heads, rows, shape_.head_dim, 0};
+    const auto write = [&](auto... more) {
+      return observer_.write_rows(this->rope(), next_position_ - 1, queries.data(), positions.data(), work, more...);
+    };
     if constexpr (detail::ShowsTags<ObserverT>) {
-      if (tags.empty()) return seen;
-      if (Status s = observer_.write_tags(tags.data(), work); !s) return s;
-      seen.beacons = observer_.num_tags();
+      if (Status s = tags.empty() ? write() : write(tags.data()); !s) return s;
+      seen.beacons = tags.empty() ? 0 : observer_.num_tags();
       seen.tags = tags;
+    } else {
+      if (Status s = write(); !s) return s;
     }
+    detail::move_to_rotary_positions(cache, this->rope(), shape_, rows, queries, positions, work);
     return seen;
   }
   /// How many `tags` that call wants now: `query_heads` times the beacons where the scorer takes notes, else none.
