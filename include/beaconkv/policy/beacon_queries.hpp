@@ -103,6 +103,8 @@ class BeaconQueries {
     return i < bank ? of(head).tags()[static_cast<std::size_t>(i)] : ring_.position(i - bank);
   }
   [[nodiscard]] index_t num_recent() const noexcept { return ring_.size() - num_waiting(); }
+  /// Of the recent queries, oldest first.
+  [[nodiscard]] position_t recent_position(index_t i) const noexcept { return ring_.position(num_waiting() + i); }
 
   /// Beacons first, then the recent queries, oldest first. All heads have equally many.
   [[nodiscard]] index_t rows() const noexcept { return num_beacons() + num_recent(); }
