@@ -73,6 +73,7 @@
 #include "beaconkv/policy/value_norm.hpp"
 #include "beaconkv/sequence/beams.hpp"
 #include "beaconkv/sequence/draft_tokens.hpp"
+#include "beaconkv/sequence/event_log.hpp"
 #include "beaconkv/sequence/evict_together.hpp"
 #include "beaconkv/sequence/layer_turns.hpp"
 #include "beaconkv/sequence/sequence.hpp"

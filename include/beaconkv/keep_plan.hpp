@@ -6,6 +6,7 @@
 /// kernel, removed position ranges) instead of calling `compact`.
 
 #include <algorithm>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -67,6 +68,17 @@ class KeepPlan {
   [[nodiscard]] std::span<const slot_t> kept(index_t head) const noexcept { return part(slots_, head); }
   /// The scores of `kept(head)`, in the same order; 0 where the slot was protected.
   [[nodiscard]] std::span<const float> kept_scores(index_t head) const noexcept { return part(scores_, head); }
+  /// The scores of all slots that `head` chose from, evicted ones included; none where the slot did not compete. Empty unless
+  /// the plan was to record them.
+  [[nodiscard]] std::span<const std::optional<float>> slot_scores(index_t head) const noexcept {
+    if (slot_scores_.empty()) return {};
+    std::size_t first = 0;
+    for (std::size_t s = 0; s < set_of(head); ++s) first += static_cast<std::size_t>(before_[s]);
+    return std::span(slot_scores_).subspan(first, static_cast<std::size_t>(tokens_before(head)));
+  }
+  /// Whether plans made from now on keep `slot_scores`: for logs. Off at first. While it is on, making a plan allocates.
+  void record_scores(bool on) noexcept { records_scores_ = on; }
+  [[nodiscard]] bool records_scores() const noexcept { return records_scores_; }
   [[nodiscard]] index_t num_kept(index_t head) const noexcept { return static_cast<index_t>(kept(head).size()); }
   [[nodiscard]] index_t num_evicted(index_t head) const noexcept { return tokens_before(head) - num_kept(head); }
 
@@ -173,6 +185,7 @@ class KeepPlan {
     scores_.clear();
     offsets_.assign(1, 0);
     before_.clear();
+    slot_scores_.clear();
   }
   /// The same slots for another cache that holds as many tokens: layers that keep one set together.
   template <class Cache>
@@ -194,6 +207,11 @@ class KeepPlan {
   /// The scores of the set added last.
   [[nodiscard]] std::span<float> last_scores() noexcept {
     return std::span(scores_).subspan(static_cast<std::size_t>(offsets_[offsets_.size() - 2]));
+  }
+  /// The recorded scores of the set added last, or about to be, to be filled in: none until then. Allocates.
+  [[nodiscard]] std::span<std::optional<float>> add_slot_scores(index_t before) {
+    slot_scores_.resize(slot_scores_.size() + static_cast<std::size_t>(before));
+    return std::span(slot_scores_).last(static_cast<std::size_t>(before));
   }
   void report(index_t shortfall, index_t non_finite) noexcept {
     shortfall_ = shortfall;
@@ -234,6 +252,8 @@ class KeepPlan {
   std::vector<float> scores_;
   std::vector<index_t> offsets_;  // of each set in slots_, and the end
   std::vector<index_t> before_;   // tokens that each set chose from
+  bool records_scores_ = false;
+  std::vector<std::optional<float>> slot_scores_;  // of each set in turn, or empty
 };
 
 }  // namespace beaconkv::inline v0

@@ -105,6 +105,8 @@ class BeaconQueries {
   /// Beacons of each head that `write_rows` shows now.
   [[nodiscard]] index_t num_tags() const noexcept { return num_beacons(); }
   [[nodiscard]] index_t num_recent() const noexcept { return ring_.size() - num_waiting(); }
+  /// Of the recent queries, oldest first.
+  [[nodiscard]] position_t recent_position(index_t i) const noexcept { return ring_.position(num_waiting() + i); }
 
   /// Beacons first, then the recent queries, oldest first. All heads have equally many.
   [[nodiscard]] index_t rows() const noexcept { return num_beacons() + num_recent(); }

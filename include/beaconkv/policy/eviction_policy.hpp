@@ -252,6 +252,7 @@ class EvictionPolicy : public PolicyScoring<ObserverT, ScorerT, ScheduleT> {
     index_t shortfall = 0;
     for (index_t h = 0; h < heads_of(cache); ++h) {
       const Range candidates = candidates_of_head(h);
+      if (plan.records_scores()) detail::record_scores(cache, h, scores.row(h), candidates, rules_.protected_ranges(), plan);
       if (!rules_.boundaries().empty()) {
         shortfall = detail::select_units(cache, scores.row(h), candidates, rules_.protected_ranges(), rules_.boundaries(),
                                          target(h), plan, work);

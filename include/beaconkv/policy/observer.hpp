@@ -238,6 +238,9 @@ class RecentQueries {
 
   [[nodiscard]] index_t rows() const noexcept { return ring_.size() + (newest_twice_ && ring_.size() > 0 ? 1 : 0); }
   [[nodiscard]] index_t max_rows() const noexcept { return ring_.capacity() + (newest_twice_ ? 1 : 0); }
+  /// All of them are recent: what `write_rows` shows, oldest first.
+  [[nodiscard]] index_t num_recent() const noexcept { return rows(); }
+  [[nodiscard]] position_t recent_position(index_t i) const noexcept { return ring_.position(std::min(i, ring_.size() - 1)); }
   [[nodiscard]] Status write_rows(const RopeTable* rope, position_t, float* out, position_t* positions, Workspace& work) const {
     const Workspace::Frame frame(work);
     detail::RowRotation rotation(work, rope);

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -129,6 +130,19 @@ template <CacheReader Cache>
   std::iota(kept.begin(), kept.begin() + candidates.first, slot_t{0});
   std::iota(kept.begin() + candidates.first + wanted, kept.end(), static_cast<slot_t>(candidates.last));
   return std::max<index_t>(0, fixed - keep);
+}
+
+/// The scores of the slots of `head` that compete go to the plan.
+template <CacheReader Cache>
+void record_scores(const Cache& cache, index_t head, std::span<const float> scores, Range candidates,
+                   std::span<const Range> ranges, KeepPlan& plan) {
+  const std::span<std::optional<float>> out = plan.add_slot_scores(tokens_of(cache, head));
+  for (auto j = static_cast<std::size_t>(candidates.first); j < static_cast<std::size_t>(candidates.last); ++j)
+    out[j] = scores[j];
+  for (const Range& range : ranges) {
+    const Range slots = slots_of(cache, head, range, candidates);
+    std::fill(out.begin() + slots.first, out.begin() + slots.last, std::nullopt);
+  }
 }
 
 /// As `select_head` for the one set of all heads, but tokens go in units: those between two of the ascending `boundaries`

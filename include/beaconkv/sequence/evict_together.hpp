@@ -5,9 +5,11 @@
 /// The eviction of layers that keep one set of tokens (`Granularity::per_sequence`).
 
 #include <span>
+#include <utility>
+#include <vector>
 
-#include "beaconkv/policy/evict.hpp"
 #include "beaconkv/policy/realign.hpp"
+#include "beaconkv/sequence/event_log.hpp"
 #include "beaconkv/sequence/sequence_options.hpp"
 
 namespace beaconkv::inline v0::detail {
@@ -20,13 +22,15 @@ namespace beaconkv::inline v0::detail {
   });
 }
 
-/// Scored layer by layer, reduced over heads and layers, chosen once. Precondition: all hold equally many tokens.
+/// Scored layer by layer, reduced over heads and layers, chosen once, taken down where `log` is not null. Precondition: all
+/// hold equally many tokens.
 template <class PolicyT, CacheBuffer CacheT>
 [[nodiscard]] Result<SequenceReport> evict_together(std::span<PolicyT> policies, std::span<CacheT> caches, Reduce over_layers,
-                                                    Workspace& work) {
+                                                    Workspace& work, EventLog* log) {
   const index_t tokens = caches[0].num_tokens();
   const index_t heads = policies[0].shape().kv_heads;
   SequenceReport total;
+  const double start = log != nullptr ? seconds_now() : 0;
   if (Status s = work.require(shared_scores_size(heads, tokens)); !s) return s;
   const Workspace::Frame frame(work);
   const ScoreMatrix of_layer{work.take<float>(heads * tokens).data(), heads, tokens};
@@ -44,18 +48,33 @@ template <class PolicyT, CacheBuffer CacheT>
   if (over_layers == Reduce::mean)
     for (float& x : shared.row(0)) x *= 1.0F / static_cast<float>(policies.size());
   KeepPlan& plan = work.plan();
-  if (Status s = policies[0].select(caches[0], shared, work, plan); !s) return s;
+  plan.record_scores(log != nullptr);
+  const Status selected = policies[0].select(caches[0], shared, work, plan);
+  plan.record_scores(false);
+  if (!selected) return selected;
   total.unchanged_prefix = plan.unchanged_prefix();
   for (std::size_t l = 0; l < policies.size(); ++l) {  // none may refuse once another has evicted
     if (Status s = plan.readdress(caches[l]); !s) return s;
     if (Status s = check_move(caches[l], plan, policies[l].rope(), work); !s) return s;
   }
+  std::vector<EvictionEvent> events;
+  const double decided = log != nullptr ? seconds_now() : 0;
+  for (std::size_t l = 0; log != nullptr && l < policies.size(); ++l)
+    events.push_back(event_of(static_cast<index_t>(l), policies[l], caches[l], plan));
+  const double moving = log != nullptr ? seconds_now() : 0;
   for (std::size_t l = 0; l < policies.size(); ++l) {
     if (Status s = plan.readdress(caches[l]); !s) return s;
     if (Status s = move_tokens(caches[l], plan, policies[l].rope(), work, SerialExecutor{}); !s) return s;
     if (Status s = policies[l].commit(plan); !s) return s;
     ++total.layers;
     total.evicted += plan.num_evicted(0);
+  }
+  if (log != nullptr && !plan.keeps_all()) {
+    const double seconds = decided - start + seconds_now() - moving;
+    for (EvictionEvent& event : events) {
+      event.seconds = seconds / static_cast<double>(events.size());
+      log->add(std::move(event));
+    }
   }
   return total;
 }

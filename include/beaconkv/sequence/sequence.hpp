@@ -5,6 +5,7 @@
 /// All layers of one request: they evict together, fork, take tokens back, are saved and loaded.
 
 #include <algorithm>
+#include <optional>
 #include <span>
 #include <type_traits>
 #include <utility>
@@ -14,6 +15,7 @@
 #include "beaconkv/policy/evict.hpp"
 #include "beaconkv/policy/realign.hpp"
 #include "beaconkv/sequence/draft_tokens.hpp"
+#include "beaconkv/sequence/event_log.hpp"
 #include "beaconkv/sequence/evict_together.hpp"
 #include "beaconkv/sequence/layer_turns.hpp"
 #include "beaconkv/sequence/sequence_options.hpp"
@@ -75,6 +77,10 @@ class Sequence {
     for (const PolicyT& policy : policies_) bytes += policy.state_bytes();
     return bytes;
   }
+
+  /// From now on every eviction is taken down in `log`, which must outlive this; null: no more. Copies and forks have none
+  /// until they are given one. With a log, evictions allocate; what they evict stays the same.
+  void set_event_log(EventLog* log) noexcept { log_.set(log); }
 
   /// After how many more decoded tokens a layer will be due, at most `most`; 0: one is now. While tokens are tentative nothing
   /// evicts: with no more drafts than this, evictions come where they come without drafts. Ask while no token is tentative.
@@ -196,6 +202,7 @@ class Sequence {
     turns_.copy_from(other.turns_);
     slices_.copy_from(other.slices_);
     sliced_layer_ = other.sliced_layer_;
+    log_.forget_slices();
     return {};
   }
 
@@ -232,6 +239,7 @@ class Sequence {
     Status status{};
     EvictionReport report{};
     index_t unchanged_prefix = 0;
+    std::optional<EvictionEvent> event{};  // for the log
   };
 
   Sequence(std::vector<PolicyT> policies, std::vector<CacheT> caches, const SequenceOptions& options)
@@ -293,20 +301,23 @@ class Sequence {
 
   template <class MakePlan, class ExecutorT>
   [[nodiscard]] Step evict_layer(index_t layer, Workspace& work, MakePlan make_plan, ExecutorT&& executor) {
-    const Result<EvictionReport> report = detail::evict_by(policy(layer), work, make_plan, [&](const KeepPlan& plan) {
-      return detail::move_tokens(cache(layer), plan, policy(layer).rope(), work, executor);
-    });
-    if (!report) return {report.status(), {}, 0};
-    return {{}, *report, work.plan().unchanged_prefix()};
+    std::optional<EvictionEvent> event;
+    const Result<EvictionReport> report = log_.evict(
+        layer, policy(layer), cache(layer), work, heads_per_step_ > 0, make_plan,
+        [&](const KeepPlan& plan) { return detail::move_tokens(cache(layer), plan, policy(layer).rope(), work, executor); },
+        event);
+    if (!report) return {report.status(), {}, 0, {}};
+    return {{}, *report, work.plan().unchanged_prefix(), std::move(event)};
   }
 
-  /// What became of these layers.
-  [[nodiscard]] Result<SequenceReport> report_of(std::span<const index_t> layers) const {
+  /// What became of these layers; what they evicted goes to the log.
+  [[nodiscard]] Result<SequenceReport> report_of(std::span<const index_t> layers) {
     SequenceReport total;
     for (const CacheT& c : caches_) total.unchanged_prefix = std::max(total.unchanged_prefix, c.num_tokens());
     Status first_error;
     for (const index_t l : layers) {
-      const Step& step = steps_[static_cast<std::size_t>(l)];
+      Step& step = steps_[static_cast<std::size_t>(l)];
+      log_.add(step.event);
       if (!step.status && first_error.ok()) first_error = step.status;
       total.unchanged_prefix = std::min(total.unchanged_prefix, step.unchanged_prefix);
       ++total.layers;
@@ -327,7 +338,7 @@ class Sequence {
     const bool due = turns_.waits(0);
     turns_.clear();
     if (!due) return SequenceReport{.unchanged_prefix = tokens};
-    return detail::evict_together(std::span(policies_), std::span(caches_), over_layers_, works_[0]);
+    return detail::evict_together(std::span(policies_), std::span(caches_), over_layers_, works_[0], log_.get());
   }
 
   /// The next slice of the eviction that is in progress, or the first one of the next layer that is due.
@@ -340,10 +351,14 @@ class Sequence {
       sliced_layer_ = turns_.next();
     }
     const index_t layer = sliced_layer_;
-    if (!slices_.active() || !slices_.intact(policy(layer), cache(layer)))
+    const double start = log_.now();
+    if (!slices_.active() || !slices_.intact(policy(layer), cache(layer))) {
       if (Status s = slices_.begin(policy(layer), cache(layer), works_[0]); !s) return s;
+      log_.begin_slices(policy(layer));
+    }
     if (!slices_.all_scored(policy(layer))) {
       if (Status s = slices_.advance(policy(layer), cache(layer), heads_per_step_, works_, executor); !s) return s;
+      log_.add_slice(start);
       return report_of({});
     }
     steps_[static_cast<std::size_t>(layer)] = evict_layer(
@@ -381,6 +396,7 @@ class Sequence {
   Reduce over_layers_;
   detail::SlicedEviction<PolicyT, CacheT> slices_;  // of the layer below, where heads_per_step_ is set
   index_t sliced_layer_ = 0;
+  detail::LogHandle log_{};
 };
 
 }  // namespace beaconkv::inline v0
