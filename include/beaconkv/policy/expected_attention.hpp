@@ -93,7 +93,7 @@ struct ExpectedAttentionScorer {
     detail::for_each_tile(keys, domain, dim, scratch.decoded, [&](index_t j, const ConstRows& rows) {
       bool not_finite = false;
       detail::run<detail::Products>(scratch.packed.data(), total, dim, rows.data, rows.stride, rows.rows,
-                                    scratch.products.data(), &not_finite);
+                                    scratch.products.data(), &not_finite, static_cast<const detail::MemoryAhead*>(nullptr));
       for (index_t i = 0; i < rows.rows; ++i) {
         const bool bad = (not_finite || total == 0) && !detail::all_finite(rows.row(i), dim);
         scratch.bad[static_cast<std::size_t>(j + i)] = bad ? 1 : 0;

@@ -78,8 +78,7 @@ class Sequence {
     return bytes;
   }
 
-  /// From now on every eviction is taken down in `log`, which must outlive this; null: no more. Copies and forks have none
-  /// until they are given one. With a log, evictions allocate; what they evict stays the same.
+  /// Every eviction from now on goes to `log`, which must outlive this, and allocates; null: none, as in copies and forks.
   void set_event_log(EventLog* log) noexcept { log_.set(log); }
 
   /// After how many more decoded tokens a layer will be due, at most `most`; 0: one is now. While tokens are tentative nothing
@@ -302,10 +301,11 @@ class Sequence {
   template <class MakePlan, class ExecutorT>
   [[nodiscard]] Step evict_layer(index_t layer, Workspace& work, MakePlan make_plan, ExecutorT&& executor) {
     std::optional<EvictionEvent> event;
-    const Result<EvictionReport> report = log_.evict(
-        layer, policy(layer), cache(layer), work, heads_per_step_ > 0, make_plan,
-        [&](const KeepPlan& plan) { return detail::move_tokens(cache(layer), plan, policy(layer).rope(), work, executor); },
-        event);
+    const auto move = [&](const KeepPlan& plan) {
+      return detail::move_tokens(cache(layer), plan, policy(layer).rope(), work, executor);
+    };
+    const Result<EvictionReport> report =
+        log_.evict(layer, policy(layer), cache(layer), work, heads_per_step_ > 0, make_plan, move, event);
     if (!report) return {report.status(), {}, 0, {}};
     return {{}, *report, work.plan().unchanged_prefix(), std::move(event)};
   }
