@@ -25,26 +25,32 @@ using Clock = std::chrono::steady_clock;
 struct Sequence {
   engine::Session session;
   std::unique_ptr<ModelPolicy> policy;
+  std::vector<Range> forced_out{};
   std::optional<double> prompt_eviction_us{};  ///< set where the prompt itself was cut
 
   [[nodiscard]] static Result<Sequence> begin(const engine::Model& model, const PolicyEntry& entry,
-                                              const PolicyRequest& request, Settings& settings, std::span<const int> prompt) {
+                                              const PolicyRequest& request, Settings& settings, std::span<const int> prompt,
+                                              const EvaluationOptions& options) {
     Result<engine::Session> session = engine::Session::make(model, request.capacity);
     if (!session) return session.status();
-    Sequence sequence{std::move(*session), nullptr, {}};
+    Sequence sequence{std::move(*session), nullptr, options.intervention.evict, {}};
     if (Status s = sequence.session.prefill(prompt); !s) return s;
     Result<std::unique_ptr<ModelPolicy>> policy = entry.maker(request)(request, settings, sequence.session);
     if (!policy) return policy.status();
     sequence.policy = std::move(*policy);
+    sequence.policy->set_event_log(options.log);
+    for (const Range& range : options.intervention.keep)
+      if (Status s = sequence.policy->keep(range); !s) return s;
     const auto start = Clock::now();
     const Result<index_t> evicted = sequence.policy->after_prefill(sequence.session);
     if (!evicted) return evicted.status();
     if (*evicted > 0) sequence.prompt_eviction_us = microseconds_since(start);
+    if (Status s = sequence.intervene(); !s) return s;
     return sequence;
   }
 
   [[nodiscard]] Result<Sequence> fork() const {
-    Sequence copy{session, nullptr, {}};
+    Sequence copy{session, nullptr, forced_out, {}};
     Result<std::unique_ptr<ModelPolicy>> forked = policy->fork(copy.session);
     if (!forked) return forked.status();
     copy.policy = std::move(*forked);
@@ -69,6 +75,12 @@ struct Sequence {
     if (!evicted) return evicted.status();
     time.policy_us += microseconds_since(start);
     time.evicted = *evicted > 0;
+    return intervene();
+  }
+  [[nodiscard]] Status intervene() {
+    const position_t newest = session.next_position() - 1;
+    for (const Range& range : forced_out)
+      if (range.first <= newest && newest < range.last) return policy->evict_newest(session);
     return {};
   }
 };
@@ -150,7 +162,7 @@ Result<Outcome> evaluate(const engine::Model& model, const PolicyEntry& entry, P
                          const Problem& problem, const FullText& full, const EvaluationOptions& options) {
   request.model = &model;
   request.capacity = static_cast<index_t>(problem.prompt.size()) + options.max_new;
-  Result<Sequence> forced = Sequence::begin(model, entry, request, settings, problem.prompt);
+  Result<Sequence> forced = Sequence::begin(model, entry, request, settings, problem.prompt, options);
   if (!forced) return forced.status();
   std::optional<engine::Session> shadow;
   if (options.compare) {
@@ -199,6 +211,7 @@ Result<Outcome> evaluate(const engine::Model& model, const PolicyEntry& entry, P
   outcome.same_text = !own_text;
   outcome.exact =
       problem.answer.empty() ? outcome.same_text : problem.answered_by(own_text ? *own_text : full.tokens, options.eos);
+  outcome.text = own_text ? std::move(*own_text) : full.tokens;
   outcome.kl /= static_cast<double>(std::max<std::size_t>(1, full.tokens.size()));
   outcome.mass_kept = outcome.steps.empty() ? 1 : mass / static_cast<double>(outcome.steps.size());
   return outcome;

@@ -32,14 +32,22 @@ struct FullText {
 
 /// What one policy did on one problem.
 struct Outcome {
-  bool exact = false;      ///< answered rightly
-  bool same_text = false;  ///< token for token the full cache's text
-  double kl = 0;           ///< mean over the tokens of the full cache's text, nats
-  double mass_kept = 1;    ///< mean over decode steps, layers and query heads
+  bool exact = false;       ///< answered rightly
+  bool same_text = false;   ///< token for token the full cache's text
+  double kl = 0;            ///< mean over the tokens of the full cache's text, nats
+  double mass_kept = 1;     ///< mean over decode steps, layers and query heads
+  std::vector<int> text{};  ///< its own; the full cache's where it wrote the same
   std::size_t peak_kv_bytes = 0;
   std::size_t state_bytes = 0;    ///< at most, of all layers
   std::vector<StepTime> steps{};  ///< along the full cache's text, all layers together
   std::optional<double> prompt_eviction_us{};
+};
+
+/// Positions that are forced to stay in every layer and head, and such that go as soon as they were written. Both are generated
+/// tokens or the prompt's last one; ranges are disjoint.
+struct Intervention {
+  std::vector<Range> keep{};
+  std::vector<Range> evict{};
 };
 
 /// How a problem is run.
@@ -48,6 +56,8 @@ struct EvaluationOptions {
   std::vector<int> eos{};  ///< tokens that end a text
   bool compare = true;     ///< a shadow full cache runs beside the policy: gives `kl` and `mass_kept`
   bool answer = true;      ///< the policy writes on by itself where it departs: gives `exact`
+  Intervention intervention{};
+  EventLog* log = nullptr;  ///< takes down the evictions along the full cache's text
 };
 
 /// The full cache's greedy text.

@@ -6,6 +6,7 @@
 #include <CLI/CLI.hpp>
 #include <cstdio>
 
+#include "policy_lab/replay_run.hpp"
 #include "policy_lab/run.hpp"
 
 namespace {
@@ -17,6 +18,46 @@ void add_setting(CLI::App& app, beaconkv::lab::RunOptions& options, const std::s
   app.add_option_function<std::string>(
          flag, [&options, name](const std::string& value) { options.settings[name] = value; }, help)
       ->group("Settings of all policies that have them");
+}
+
+CLI::App* add_replay(CLI::App& app, beaconkv::lab::ReplayOptions& o) {
+  CLI::App* const replay =
+      app.add_subcommand("replay", "What the full cache looks for that a policy evicted, and what changes when it may not");
+  replay->add_option("--model", o.model, "Folder with config.json and model.safetensors (Hugging Face layout)")->required();
+  replay->add_option("--prompts", o.prompts, "JSON lines, as for run")->required();
+  CLI::Option* const policies =
+      replay->add_option("--policies", o.policies, "Names with optional settings, as for run")->capture_default_str();
+  replay->add_option("--budgets", o.budgets, "Generated tokens that a KV head may hold at most")->capture_default_str();
+  replay->add_option("--problem", o.problem, "The id of one problem");
+  replay->add_option("--limit", o.limit, "So many problems, evenly over the levels (0: all)")->capture_default_str();
+  replay->add_option("--level", o.level, "Only the problems of this level");
+  replay->add_option("--max-new", o.max_new, "Longest text (0: 24 more than the longest right one of the level)")
+      ->capture_default_str();
+  replay->add_flag("--as-published", o.as_published, "Each policy with its paper's trigger, protection and growth");
+  replay->add_option("--top-k", o.revisit.top_k, "Strongest keys of a query")->capture_default_str();
+  replay
+      ->add_option("--distance", o.revisit.min_distance,
+                   "A query whose strongest keys lie further back on average is a revisit")
+      ->capture_default_str();
+  replay->add_option("--needed", o.needed, "An evicted token that a later query gives a larger weight was needed")
+      ->capture_default_str();
+  replay->add_option("--dearest", o.dearest, "So many evicted tokens are shown, most missed first")->capture_default_str();
+  CLI::Option* const keep = replay->add_option(
+      "--keep", o.keep, "Positions that must stay, such as 90,120-133, or dearest:N; the answers of both runs are shown");
+  CLI::Option* const evict =
+      replay->add_option("--evict", o.evict, "Generated positions that go as soon as they were written; the same");
+  CLI::Option* const blame = replay->add_option(
+      "--blame", o.blame,
+      "For each wrong answer, so many of the most missed positions stay, each in a run of its own; and of the least");
+  CLI::Option* const events = replay->add_option("--events", o.events, "Write the evictions here (docs/event_log.md)");
+  replay->add_option("--log", o.log, "Replay evictions from such a file instead of running policies")
+      ->excludes(policies)
+      ->excludes(keep)
+      ->excludes(evict)
+      ->excludes(blame)
+      ->excludes(events);
+  replay->add_option("--csv", o.csv, "Write every step, layer and KV head here");
+  return replay;
 }
 
 }  // namespace
@@ -87,9 +128,12 @@ int main(int argc, char** argv) {
   add_setting(*run, options, "beta", "The last layer's share of the mean budget is one in so many (pyramidkv, default 20)");
   add_setting(*run, options, "safeguard", "Share of the mean budget that every head keeps (adakv, default 0.2)");
 
+  beaconkv::lab::ReplayOptions replay_options;
+  CLI::App* const replay = add_replay(app, replay_options);
+
   CLI11_PARSE(app, argc, argv);
   options.compare = !fast;
-  if (const beaconkv::Status status = beaconkv::lab::run(options); !status) {
+  if (const beaconkv::Status status = *replay ? beaconkv::lab::replay(replay_options) : beaconkv::lab::run(options); !status) {
     std::fprintf(stderr, "policy_lab: %s\n", status.message().c_str());
     return 1;
   }

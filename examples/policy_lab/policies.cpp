@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <limits>
+#include <numeric>
 #include <optional>
+#include <span>
 
 #include "beaconkv/beaconkv.hpp"
 #include "policy_lab/random_scorer.hpp"
@@ -72,6 +74,35 @@ class LayeredPolicy final : public ModelPolicy {
     return evict_where_due(session);
   }
 
+  void set_event_log(EventLog* log) override {
+    log_ = log;
+    layers_.set_event_log(log);
+  }
+  [[nodiscard]] Status keep(Range positions) override {
+    for (index_t l = 0; l < layers_.num_layers(); ++l)
+      if (Status s = layers_.policy(l).protect(positions); !s) return s;
+    return {};
+  }
+  [[nodiscard]] Status evict_newest(Session& session) override {
+    for (index_t l = 0; l < layers_.num_layers(); ++l) {
+      Cache& cache = layers_.cache(l);
+      bool all_hold_it = cache.num_tokens() > 1;
+      for (index_t h = 0; all_hold_it && h < cache.num_kv_heads(); ++h)
+        all_hold_it = cache.position(h, cache.num_tokens() - 1) == session.next_position() - 1;
+      if (!all_hold_it) continue;
+      std::vector<slot_t> slots(static_cast<std::size_t>(cache.num_tokens() - 1));
+      std::iota(slots.begin(), slots.end(), slot_t{0});
+      const std::vector<std::span<const slot_t>> sets(static_cast<std::size_t>(cache.num_kv_heads()), slots);
+      KeepPlan plan;
+      if (Status s = plan.assign(cache, sets); !s) return s;
+      if (log_ != nullptr) log_->add(detail::event_of(l, layers_.policy(l), cache, plan));
+      if (Status s = compact(cache, plan); !s) return s;
+      if (Status s = layers_.policy(l).commit(plan); !s) return s;
+      if (Status s = session.set_length(l, cache.num_tokens()); !s) return s;
+    }
+    return {};
+  }
+
   [[nodiscard]] std::optional<index_t> budget_min() const override {
     if constexpr (requires { layers_.policy(0).schedule().lower(); }) {
       for (index_t l = 1; l < layers_.num_layers(); ++l)
@@ -105,6 +136,7 @@ class LayeredPolicy final : public ModelPolicy {
   }
 
   Layers layers_;
+  EventLog* log_ = nullptr;
 };
 
 /// Gives each setting of the command line to the option of that name, where the policy has one.

@@ -10,6 +10,7 @@
 #include <string_view>
 #include <vector>
 
+#include "beaconkv/sequence/event_log.hpp"
 #include "engine/session.hpp"
 #include "policy_lab/settings.hpp"
 
@@ -30,6 +31,14 @@ class ModelPolicy {
   [[nodiscard]] virtual Status append(engine::Session& session) = 0;
   /// Then: the policies see the token's queries and evict where they are due. Returns how many layers evicted.
   [[nodiscard]] virtual Result<index_t> observe_and_evict(engine::Session& session) = 0;
+
+  /// Evictions are taken down there from now on; null: no more. A fork has no log.
+  virtual void set_event_log(EventLog* log) = 0;
+  /// These positions stay, in every layer.
+  [[nodiscard]] virtual Status keep(Range positions) = 0;
+  /// The newest token goes at once, from every layer and head, whatever the policy says. Where a head of a
+  /// layer does not hold it any more, nothing happens in that layer.
+  [[nodiscard]] virtual Status evict_newest(engine::Session& session) = 0;
 
   /// Generated tokens left by an eviction, where the rule has such a number, the same for all layers.
   [[nodiscard]] virtual std::optional<index_t> budget_min() const = 0;

@@ -117,4 +117,12 @@ std::vector<Problem> take_evenly(std::vector<Problem> problems, index_t limit) {
   return taken;
 }
 
+index_t max_new_of(const Problem& problem, const std::vector<Problem>& all, index_t given) {
+  if (given > 0) return given;
+  std::size_t longest = 0;
+  for (const Problem& p : all)
+    if (p.level == problem.level) longest = std::max(longest, p.expected.size());
+  return longest > 0 ? static_cast<index_t>(longest) + 24 : 1024;
+}
+
 }  // namespace beaconkv::lab

@@ -35,4 +35,7 @@ struct Problem {
 /// `limit` of them, evenly over the levels and in file order; the lower levels get what does not divide. 0: all.
 [[nodiscard]] std::vector<Problem> take_evenly(std::vector<Problem> problems, index_t limit);
 
+/// The longest text that a problem may take: `given`, or where that is 0 a little more than the longest right one of its level.
+[[nodiscard]] index_t max_new_of(const Problem& problem, const std::vector<Problem>& all, index_t given);
+
 }  // namespace beaconkv::lab

@@ -128,15 +128,6 @@ struct Job {
   return jobs;
 }
 
-/// The longest text that a problem may take: a little more than the longest right one of its level.
-[[nodiscard]] index_t max_new_of(const Problem& problem, const std::vector<Problem>& all, index_t given) {
-  if (given > 0) return given;
-  std::size_t longest = 0;
-  for (const Problem& p : all)
-    if (p.level == problem.level) longest = std::max(longest, p.expected.size());
-  return longest > 0 ? static_cast<index_t>(longest) + 24 : 1024;
-}
-
 [[nodiscard]] Row row_of_full(const std::vector<Problem>& problems, const std::vector<FullText>& texts,
                               const std::vector<int>& eos, std::size_t bytes_per_token) {
   std::vector<Outcome> outcomes;
