@@ -245,7 +245,7 @@ class RecentQueries {
     ring_.exchange(archive);
   }
 
- private:
+ protected:
   index_t heads_;
   index_t dim_;
   bool newest_twice_;
