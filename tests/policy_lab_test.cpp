@@ -198,7 +198,8 @@ TEST_CASE("with a budget larger than the problem every policy writes the full ca
   const Problem problem = some_problems(1).front();
   for (const PolicyEntry& entry : policy_entries()) {
     CAPTURE(entry.name);
-    const Outcome o = evaluate_policy(std::string(entry.name), 1000, problem);
+    const index_t budget = entry.name == "pyramidkv" ? 8000 : 1000;  // of which its last layer gets a twentieth
+    const Outcome o = evaluate_policy(std::string(entry.name), budget, problem);
     REQUIRE(o.same_text);
     REQUIRE(o.exact);
     REQUIRE(evictions_of(o) == 0);

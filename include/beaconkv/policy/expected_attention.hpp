@@ -154,7 +154,8 @@ struct ExpectedAttentionOptions {
 /// * protected: the first `n_prefix` positions
 ///
 /// The published code takes the covariance as a matrix, this takes its Cholesky root: the same numbers up to rounding. There
-/// the queries are those of the prompt, here all queries so far, evicted tokens' too. Costs D times what other scorers do.
+/// the queries are those of the prompt, here all queries so far, evicted tokens' too. Scoring costs as much as D observed
+/// queries would.
 template <class ScorerT = ExpectedAttentionScorer, Schedule ScheduleT = FixedBudget>
 class ExpectedAttention : public EvictionPolicy<QueryMoments, ScorerT, ScheduleT> {
  public:

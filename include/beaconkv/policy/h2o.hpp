@@ -12,56 +12,28 @@
 namespace beaconkv::inline v0 {
 
 /// Remembers the queries of all tokens since the last eviction, at most `most`: of more, the newest.
-class PendingQueries {
+class PendingQueries : public RecentQueries {
  public:
   struct Options {
     index_t most = 512;
   };
-  static constexpr bool needs_queries = true;
-  static constexpr bool needs_rope = false;
 
-  PendingQueries(const Shape& shape, const Options& options) : dim_(shape.head_dim), ring_(shape, options.most) {}
+  PendingQueries(const Shape& shape, const Options& options) : RecentQueries(shape, {.count = options.most}) {}
 
   [[nodiscard]] friend Status validate(const Options& options, const Shape&) {
     if (options.most < 1) return detail::invalid("max_pending_queries = ", options.most, ": must be at least 1");
-    return {};
-  }
-
-  [[nodiscard]] Status prefill(const QuerySource& queries, Workspace&) {
-    for (index_t t = std::max<index_t>(0, queries.view.tokens - ring_.capacity()); t < queries.view.tokens; ++t)
-      ring_.push(queries, t);
-    return {};
-  }
-  [[nodiscard]] Status observe(const QuerySource& queries) {
-    ring_.push(queries, 0);
     return {};
   }
   [[nodiscard]] Status commit() {
     ring_.clear();
     return {};
   }
-
-  [[nodiscard]] index_t rows() const noexcept { return ring_.size(); }
-  [[nodiscard]] index_t max_rows() const noexcept { return ring_.capacity(); }
-  [[nodiscard]] Status write_rows(const RopeTable* rope, position_t, float* out, position_t* positions, Workspace& work) const {
-    const Workspace::Frame frame(work);
-    detail::RowRotation rotation(work, rope);
-    ring_.write(0, rows(), rotation, 0, rows(), out, positions);
-    return {};
-  }
-  [[nodiscard]] WorkspaceSize workspace_size() const { return detail::RowRotation::workspace_size(dim_); }
-  [[nodiscard]] WorkspaceSize prefill_workspace_size(index_t) const { return {}; }
-  [[nodiscard]] std::size_t state_bytes() const noexcept { return ring_.state_bytes(); }
   template <class Archive>
   void exchange(Archive& archive) {
     archive.expect("observer", 4);
     archive.expect("n_recent_queries", ring_.capacity());
     ring_.exchange(archive);
   }
-
- private:
-  index_t dim_;
-  detail::QueryRing ring_;
 };
 static_assert(Observer<PendingQueries>);
 

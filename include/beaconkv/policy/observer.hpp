@@ -258,7 +258,7 @@ class RecentQueries {
     ring_.exchange(archive);
   }
 
- private:
+ protected:
   index_t dim_;
   bool newest_twice_;
   detail::QueryRing ring_;
