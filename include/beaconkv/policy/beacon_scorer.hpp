@@ -124,6 +124,11 @@ class BeaconScorer {
             s.bad_key.subspan(first, size)};
   }
 
+  /// Leading rows of each head that are beacons.
+  [[nodiscard]] static index_t beacons_of(const Observations& observations) noexcept {
+    return static_cast<index_t>(observations.tags.size()) / observations.query_heads;
+  }
+
   /// Marks the rows of the last eviction whose beacons are no beacons any more.
   static void mark_left(const detail::OrphanCredits::View& held, std::span<const position_t> now, index_t beacons,
                         std::span<std::uint8_t> left) noexcept {
@@ -163,7 +168,7 @@ class BeaconScorer {
       AttentionOptions attention = options_.attention.attention;
       attention.pool = {};
       const auto keys = [&](index_t first, index_t count, float* to) { return cache.keys(h, first, count, to); };
-      const Result<ScoreReport> part = split_attention_scores(keys, queries, observations.beacons, domain, attention,
+      const Result<ScoreReport> part = split_attention_scores(keys, queries, beacons_of(observations), domain, attention,
                                                               in_domain(scratch, out.row(h), domain), work);
       if (!part) return part;
       report.num_non_finite += part->num_non_finite;
@@ -188,17 +193,18 @@ class BeaconScorer {
   /// From the weights of recent queries, in `scores`, to scores; and what the keys will remember, to `notes`.
   void add_credits(const Observations& observations, index_t head, index_t group, Range candidates, std::span<float> scores,
                    const Scratch& scratch, detail::OrphanCredits* notes) const noexcept {
+    const index_t beacons = beacons_of(observations);
     const index_t kv_head = observations.first_query_head / group + head;
-    const std::span<const position_t> tags = observations.tags.subspan(
-        static_cast<std::size_t>(head * group * observations.beacons), static_cast<std::size_t>(group * observations.beacons));
+    const std::span<const position_t> tags =
+        observations.tags.subspan(static_cast<std::size_t>(head * group * beacons), static_cast<std::size_t>(group * beacons));
     const detail::OrphanCredits::View held = credits_.held(kv_head);
-    mark_left(held, tags, observations.beacons, scratch.left);
+    mark_left(held, tags, beacons, scratch.left);
     const auto first = static_cast<std::size_t>(candidates.first);
     const auto held_first = static_cast<std::size_t>(held.first);
     detail::OrphanCredits::Notes noted;
     if (notes != nullptr)
       noted = notes->note(kv_head, candidates.first, static_cast<index_t>(scores.size()) - candidates.first, observations.rows,
-                          observations.beacons, tags);
+                          beacons, tags);
     for (std::size_t j = first; j < scores.size(); ++j) {
       float carried = 0;
       if (const std::size_t i = j - held_first; j >= held_first && i < held.credit.size()) {
@@ -207,12 +213,12 @@ class BeaconScorer {
           carried = options_.orphan_credit * held.credit[i];
       }
       const float beacon = scratch.beacons[j];
-      const bool is_orphan = beacon < carried;
-      const float credit = is_orphan ? carried : beacon;
+      const bool is_given = beacon > 0 && beacon >= carried;
+      const float credit = is_given ? beacon : carried;
       scores[j] = std::max(scores[j], credit);
       if (notes == nullptr) continue;
       noted.credit[j - first] = credit;
-      noted.owner[j - first] = is_orphan ? detail::OrphanCredits::orphan : static_cast<row_t>(scratch.beacon[j]);
+      noted.owner[j - first] = is_given ? static_cast<row_t>(scratch.beacon[j]) : detail::OrphanCredits::orphan;
     }
   }
 

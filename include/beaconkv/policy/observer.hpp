@@ -28,10 +28,8 @@ struct Observations {
   index_t query_heads = 0;
   index_t rows = 0;
   index_t dim = 0;
-  index_t first_query_head = 0;  ///< of the layer's, where only some are shown (a ragged cache is scored head by head)
-  index_t beacons = 0;           ///< so many leading rows of each head are beacons, rotated from elsewhere to now
-  /// `[query_heads][beacons]`: where the beacons were observed, ascending. Only for scorers that take notes.
-  std::span<const position_t> tags{};
+  index_t first_query_head = 0;        ///< of the layer's, where only some are shown (a ragged cache is scored head by head)
+  std::span<const position_t> tags{};  ///< `[query_heads][beacons]`: where leading rows were observed, for scorers that ask
 };
 
 /// Queries on their way into an observer, and what turns them into the form that it keeps.
@@ -323,9 +321,9 @@ class BeaconQueries {
   /// Beacons first, then the recent queries, oldest first. All heads have equally many.
   [[nodiscard]] index_t rows() const noexcept { return num_beacons() + ring_.size(); }
   [[nodiscard]] index_t max_rows() const noexcept { return n_beacon_ + ring_.capacity(); }
+  [[nodiscard]] index_t num_beacons() const noexcept { return buffers_.empty() ? 0 : std::min(n_beacon_, buffers_[0].size()); }
 
-  /// Beacons rotated to `now`, recent queries to their own positions. Where the beacons were observed goes to `tags`
-  /// `[query_heads][num_tags()]`, ascending, unless that is null.
+  /// Beacons rotated to `now` (unless `tags` is null: where they were observed, ascending), recent queries to their positions.
   [[nodiscard]] Status write_rows(const RopeTable* rope, position_t now, float* out, position_t* positions, Workspace& work,
                                   position_t* tags = nullptr) const {
     BEACONKV_ASSERT(rope != nullptr);
@@ -342,8 +340,7 @@ class BeaconQueries {
         for (index_t r = 0; r < beacons_of_head; ++r) {
           rotation.write(b.rows().row(kept[static_cast<std::size_t>(r)]), dim_, out + (h * n + r) * dim_);
           positions[h * n + r] = now;
-          if (tags != nullptr)
-            tags[h * beacons_of_head + r] = b.tags()[static_cast<std::size_t>(kept[static_cast<std::size_t>(r)])];
+          if (tags != nullptr) *tags++ = b.tags()[static_cast<std::size_t>(kept[static_cast<std::size_t>(r)])];
         }
       }
     }
@@ -387,12 +384,8 @@ class BeaconQueries {
                                      " beacons"));
   }
 
-  /// Beacons of each head that `write_rows` shows now.
-  [[nodiscard]] index_t num_tags() const noexcept { return num_beacons(); }
-
  private:
   [[nodiscard]] ContinualFps& buffer(index_t head) noexcept { return buffers_[static_cast<std::size_t>(head)]; }
-  [[nodiscard]] index_t num_beacons() const noexcept { return buffers_.empty() ? 0 : std::min(n_beacon_, buffers_[0].size()); }
 
   index_t heads_;
   index_t dim_;
