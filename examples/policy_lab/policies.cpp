@@ -156,6 +156,14 @@ MadePolicy make_common(const PolicyRequest& request, Settings& settings, Session
   return build<Policy>(request, o, settings, session);
 }
 
+/// BeaconKV with what its paper has not: orphan credit and value norm, 24 beacons and 8 recent queries.
+MadePolicy make_beaconkv_with_credit(const PolicyRequest& request, Settings& settings, Session& session) {
+  BeaconKVOptions<> o = BeaconKVOptions<>::with_orphan_credit(common_budget(request, settings));
+  o.n_recent_kv = 8;
+  read_options(o, settings);
+  return build<BeaconKV<>>(request, o, settings, session);
+}
+
 /// Never evicts: a budget that nothing reaches.
 MadePolicy make_full(const PolicyRequest& request, Settings& settings, Session& session) {
   return build<RecentWindow<>>(request, {.budget = {.max = std::numeric_limits<index_t>::max()}}, settings, session);
@@ -221,6 +229,7 @@ const std::vector<PolicyEntry>& policy_entries() {
       {"rpc", make_common<RPC<AttentionScorer, FixedBudget>>, publish_rpc},
       {"rkv", make_common<RKV<RKVScorer, FixedBudget>>, publish_rkv},
       {"beaconkv", make_common<BeaconKV<>>, publish_beaconkv},
+      {"beaconkv_credit", make_beaconkv_with_credit, make_beaconkv_with_credit},
   };
   return entries;
 }
