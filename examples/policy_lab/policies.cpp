@@ -106,6 +106,7 @@ void read_options(Options& o, Settings& s) {
   if constexpr (requires { o.n_recent_kv; }) o.n_recent_kv = s.count("n_recent_kv", o.n_recent_kv);
   if constexpr (requires { o.n_beacon; }) o.n_beacon = s.count("n_beacon", o.n_beacon);
   if constexpr (requires { o.orphan_credit; }) o.orphan_credit = s.number("orphan_credit", o.orphan_credit);
+  if constexpr (requires { o.key_diff_share; }) o.key_diff_share = s.number("key_diff_share", o.key_diff_share);
   if constexpr (requires { o.value_norm; }) o.value_norm = s.flag("value_norm", o.value_norm);
   if constexpr (requires { o.pool; }) o.pool = s.pool(o.pool);
   if constexpr (requires { o.over_queries; }) o.over_queries = s.reduce("over_queries", o.over_queries);

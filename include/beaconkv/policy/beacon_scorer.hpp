@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "beaconkv/algorithm/split_attention.hpp"
+#include "beaconkv/policy/key_diff_mix.hpp"
 #include "beaconkv/policy/orphan_credit.hpp"
 #include "beaconkv/policy/scorer.hpp"
 
@@ -29,6 +30,8 @@ class BeaconScorer {
   struct Options {
     AttentionScorer attention{};
     float orphan_credit = 0;  ///< what is left of an orphan's credit at each eviction, 0 to 1; 0: no credits, as published
+    float key_diff_share =
+        0;  ///< 0 to 1; above 0, final scores are ranks, of which this share goes by unlikeness to the mean key
   };
   /// Only an eviction is one: a cache within its budget is not looked at.
   static constexpr bool follows_evictions_only = true;
@@ -42,6 +45,9 @@ class BeaconScorer {
     const float left = options_.orphan_credit;
     if (!(detail::is_finite(left) && left >= 0 && left <= 1))
       return detail::invalid("orphan_credit = ", left, ": must be between 0 and 1");
+    const float share = options_.key_diff_share;
+    if (!(detail::is_finite(share) && share >= 0 && share <= 1))
+      return detail::invalid("key_diff_share = ", share, ": must be between 0 and 1");
     const AttentionOptions& a = options_.attention.attention;
     if (left > 0 &&
         (a.over_queries != Reduce::max || a.over_heads != Reduce::max || a.group_stage != GroupStage::weights ||
@@ -66,13 +72,14 @@ class BeaconScorer {
   }
 
   [[nodiscard]] WorkspaceSize workspace_size(const Shape& shape, index_t rows, index_t tokens) const {
-    const WorkspaceSize published = options_.attention.workspace_size(shape, rows, tokens);
+    WorkspaceSize last = options_.attention.value_norm ? detail::value_norm_workspace_size(shape.head_dim) : WorkspaceSize{};
+    if (options_.key_diff_share > 0) last = max(last, detail::key_diff_workspace_size(shape.head_dim, tokens));
+    const WorkspaceSize published = max(options_.attention.workspace_size(shape, rows, tokens), last);
     if (!takes_notes()) return published;
     return max(published, detail::measure([&](Workspace& work) {
                  static_cast<void>(Scratch(work, shape.group(), rows, tokens));
-                 const std::size_t inner = split_attention_workspace_size(shape.group(), rows, shape.head_dim, tokens).bytes;
-                 static_cast<void>(work.take<std::byte>(
-                     static_cast<index_t>(std::max({inner, detail::value_norm_workspace_size(shape.head_dim).bytes}))));
+                 last = max(last, split_attention_workspace_size(shape.group(), rows, shape.head_dim, tokens));
+                 static_cast<void>(work.take<std::byte>(static_cast<index_t>(last.bytes)));
                }));
   }
 
@@ -148,7 +155,12 @@ class BeaconScorer {
   template <CacheReader Cache>
   [[nodiscard]] Result<ScoreReport> score_with(const Cache& cache, const Observations& observations, Range candidates,
                                                ScoreMatrix out, Workspace& work, detail::OrphanCredits* notes) const {
-    if (!takes_notes()) return options_.attention.score(cache, observations, candidates, out, work);
+    if (!takes_notes()) {
+      const Result<ScoreReport> published = options_.attention.score(cache, observations, candidates, out, work);
+      for (index_t h = 0; published && h < out.heads; ++h)
+        if (Status s = detail::mix_with_key_diff(cache, h, candidates, options_.key_diff_share, out.row(h), work); !s) return s;
+      return published;
+    }
     const index_t group = observations.query_heads / out.heads;
     if (group * observations.rows > detail::OrphanCredits::max_rows)
       return detail::invalid("n_beacon + n_recent_queries = ", observations.rows,
@@ -184,6 +196,7 @@ class BeaconScorer {
           options_.attention.weigh_by_values(cache, h, candidates, observations.dim, out.row(h), work);
       if (!bad_values) return bad_values.status();
       report.num_non_finite += *bad_values;
+      if (Status s = detail::mix_with_key_diff(cache, h, candidates, options_.key_diff_share, out.row(h), work); !s) return s;
     }
     return report;
   }
