@@ -629,6 +629,8 @@ TEST_CASE("Options of orphan credit that cannot work are refused by name and val
   refused("above 1", [](auto& o) { o.orphan_credit = 1.5F; }, StatusCode::invalid_argument, {"orphan_credit = 1.5"});
   refused("NaN", [](auto& o) { o.orphan_credit = std::numeric_limits<float>::quiet_NaN(); }, StatusCode::invalid_argument,
           {"orphan_credit = "});
+  refused("share below 0", [](auto& o) { o.key_diff_share = -0.1F; }, StatusCode::invalid_argument, {"key_diff_share = -0.1"});
+  refused("share above 1", [](auto& o) { o.key_diff_share = 1.1F; }, StatusCode::invalid_argument, {"key_diff_share = 1.1"});
   refused("mean over queries", [](auto& o) { o.over_queries = Reduce::mean; }, StatusCode::unsupported,
           {"orphan_credit = 0.95", "over_queries = max"});
   refused("mean over heads", [](auto& o) { o.over_heads = Reduce::mean; }, StatusCode::unsupported,
@@ -826,4 +828,66 @@ TEST_CASE("Room for credits: from the schedule, by reserve, or when a longer cac
   auto copy = reserved;  // an assignment keeps the larger room and takes the same credits
   REQUIRE(allocations_of([&] { copy = growing; }) == 0);
   REQUIRE((memory_of(copy) == memory_of(growing)));
+}
+
+TEST_CASE("A share of the rank goes by unlikeness to the mean key", "[orphan_credit]") {
+  Random random;
+  CAPTURE(random.seed());
+  for (const float credit : {0.0F, 0.9F})
+    for (const bool norm : {false, true})
+      for (const float share : {0.3F, 1.0F})
+        for (const index_t tokens : {12, 60}) {
+          CAPTURE(credit, norm, share, tokens);
+          BeaconKVOptions<> o{
+              .budget = {.max = 40}, .n_recent_kv = 4, .n_prefix = 3, .orphan_credit = credit, .value_norm = norm};
+          BeaconKV<> plain(small_shape, o, small_rope());
+          o.key_diff_share = share;
+          BeaconKV<> mixed(small_shape, o, small_rope());
+          Stream stream = small_stream(random);
+          TestCache<float16> cache(small_shape, 64);
+          for (index_t t = 0; t < tokens; ++t) {
+            Token token = stream.next(t);
+            if (t == 6) token.keys[5] = std::numeric_limits<float>::infinity();
+            if (t == 5) std::fill(token.keys.begin(), token.keys.end(), 0.0F);
+            feed(plain, cache, token);
+            require_ok(mixed.observe(token.queries, t));
+          }
+          Workspace work(mixed.workspace_size(64));
+          std::vector<float> a(at(2 * tokens)), b(a.size());
+          require_value(plain.score(cache.view(), {a.data(), 2, tokens}, work));
+          require_value(mixed.score(cache.view(), {b.data(), 2, tokens}, work));
+          const Range open = plain.candidates_of(cache.view(), 0);
+          for (index_t h = 0; h < 2; ++h) {
+            Row mean(16, 0.0);
+            Matrix keys;
+            for (index_t j = 0; j < tokens; ++j) {
+              keys.push_back(cache.key(h, j));
+              const double length = std::sqrt(reference::dot(keys.back(), keys.back()));
+              for (std::size_t d = 0; d < 16 && reference::finite(keys.back()) && length > 0; ++d)
+                mean[d] += keys.back()[d] / length;
+            }
+            std::vector<float> score, unlike;
+            for (std::int64_t j = open.first; j < open.last; ++j) {
+              score.push_back(a[at(h * tokens + j)]);
+              const bool finite = reference::finite(keys[at(j)]);
+              unlike.push_back(finite ? static_cast<float>(-reference::cosine(keys[at(j)], mean)) : 0.0F);
+            }
+            Row want(score.size(), 0.0);
+            const auto add = [&](const std::vector<float>& by, double weight) {
+              const std::vector<slot_t> best = reference::best_first(by);
+              for (std::size_t r = 0; r < best.size(); ++r)
+                want[at(best[r])] += weight * static_cast<double>(best.size() - 1 - r) / static_cast<double>(best.size() - 1);
+            };
+            add(score, 1 - static_cast<double>(share));
+            add(unlike, static_cast<double>(share));
+            for (std::size_t i = 0; i < want.size(); ++i) {
+              const float got = b[at(h * tokens + open.first) + i];
+              CAPTURE(h, i, want[i], got);
+              if (std::isnan(score[i]))
+                REQUIRE(std::isnan(got));
+              else
+                REQUIRE(std::abs(static_cast<double>(got) - want[i]) < 1e-5);
+            }
+          }
+        }
 }

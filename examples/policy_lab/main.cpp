@@ -101,6 +101,7 @@ int main(int argc, char** argv) {
   add_setting(*run, options, "n_beacon", "Beacon queries of a query head (default 16)");
   add_setting(*run, options, "orphan_credit",
               "What is left of an orphan's credit at each eviction, 0 to 1 (beaconkv; 0: none)");
+  add_setting(*run, options, "key_diff_share", "Share of a rank that goes by unlikeness to the mean key (beaconkv)");
   add_setting(*run, options, "value_norm", "1: scores times the length of the value (beaconkv, snapkv, rpc)");
   add_setting(*run, options, "pool", "none, average or max");
   add_setting(*run, options, "kernel", "Width of the pool, odd");

@@ -146,6 +146,7 @@ void read_options(Options& o, Settings& s) {
   if constexpr (requires { o.n_recent_kv; }) o.n_recent_kv = s.count("n_recent_kv", o.n_recent_kv);
   if constexpr (requires { o.n_beacon; }) o.n_beacon = s.count("n_beacon", o.n_beacon);
   if constexpr (requires { o.orphan_credit; }) o.orphan_credit = s.number("orphan_credit", o.orphan_credit);
+  if constexpr (requires { o.key_diff_share; }) o.key_diff_share = s.number("key_diff_share", o.key_diff_share);
   if constexpr (requires { o.value_norm; }) o.value_norm = s.flag("value_norm", o.value_norm);
   if constexpr (requires { o.pool; }) o.pool = s.pool(o.pool);
   if constexpr (requires { o.over_queries; }) o.over_queries = s.reduce("over_queries", o.over_queries);
@@ -228,6 +229,14 @@ MadePolicy make_pyramidkv(const PolicyRequest& request, Settings& settings, Sess
   Result<std::vector<Policy>> layers = pyramid_layers<Policy>(model.shape(), o, model.layers(), beta, model.rope());
   if (!layers) return layers.status();
   return LayeredPolicy<Policy>::make(session, std::move(*layers), request.layers_per_step);
+}
+
+/// BeaconKV with what its paper has not: orphan credit and value norm, 24 beacons and 8 recent queries.
+MadePolicy make_beaconkv_with_credit(const PolicyRequest& request, Settings& settings, Session& session) {
+  BeaconKVOptions<> o = BeaconKVOptions<>::with_orphan_credit(common_budget(request, settings));
+  o.n_recent_kv = 8;
+  read_options(o, settings);
+  return build<BeaconKV<>>(request, o, settings, session);
 }
 
 /// Never evicts: a budget that nothing reaches.
@@ -359,6 +368,7 @@ const std::vector<PolicyEntry>& policy_entries() {
       {"rpc", make_common<RPC<AttentionScorer, FixedBudget>>, publish_rpc},
       {"rkv", make_common<RKV<RKVScorer, FixedBudget>>, publish_rkv},
       {"beaconkv", make_common<BeaconKV<>>, publish_beaconkv},
+      {"beaconkv_credit", make_beaconkv_with_credit, make_beaconkv_with_credit},
       {"streaming_llm", make_common<RecentWindow<>>, publish_recent_window},
       {"h2o", make_common<H2O<>>, publish_h2o},
       {"tova", make_common<TOVA<>>, publish_tova},

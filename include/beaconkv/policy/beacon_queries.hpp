@@ -102,18 +102,18 @@ class BeaconQueries {
     const index_t bank = of(head).size();
     return i < bank ? of(head).tags()[static_cast<std::size_t>(i)] : ring_.position(i - bank);
   }
-  /// Beacons of each head that `write_rows` shows now.
-  [[nodiscard]] index_t num_tags() const noexcept { return num_beacons(); }
   [[nodiscard]] index_t num_recent() const noexcept { return ring_.size() - num_waiting(); }
   /// Of the recent queries, oldest first.
   [[nodiscard]] position_t recent_position(index_t i) const noexcept { return ring_.position(num_waiting() + i); }
 
+  /// Beacons of each head that `write_rows` shows now.
+  [[nodiscard]] index_t num_beacons() const noexcept { return std::min(n_beacon_, pool_size()); }
   /// Beacons first, then the recent queries, oldest first. All heads have equally many.
   [[nodiscard]] index_t rows() const noexcept { return num_beacons() + num_recent(); }
   [[nodiscard]] index_t max_rows() const noexcept { return n_beacon_ + n_recent_; }
 
   /// Beacons rotated to `now`, recent queries to their own positions. Where the beacons were observed goes to `tags`
-  /// `[query_heads][num_tags()]`, ascending, unless that is null.
+  /// `[query_heads][num_beacons()]`, ascending, unless that is null.
   [[nodiscard]] Status write_rows(const RopeTable* rope, position_t now, float* out, position_t* positions, Workspace& work,
                                   position_t* tags = nullptr) const {
     BEACONKV_ASSERT(rope != nullptr);
@@ -178,7 +178,6 @@ class BeaconQueries {
   [[nodiscard]] ContinualFps& of(index_t head) noexcept { return beacons_[static_cast<std::size_t>(head)]; }
   [[nodiscard]] const ContinualFps& of(index_t head) const noexcept { return beacons_[static_cast<std::size_t>(head)]; }
   [[nodiscard]] index_t num_waiting() const noexcept { return std::max<index_t>(0, ring_.size() - n_recent_); }
-  [[nodiscard]] index_t num_beacons() const noexcept { return std::min(n_beacon_, pool_size()); }
 
   /// The oldest `count` queries of the ring go to the beacons.
   [[nodiscard]] Status merge(index_t count) {

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "beaconkv/algorithm/split_attention.hpp"
+#include "beaconkv/policy/key_diff_mix.hpp"
 #include "beaconkv/policy/orphan_credit.hpp"
 #include "beaconkv/policy/scorer.hpp"
 
@@ -29,6 +30,8 @@ class BeaconScorer {
   struct Options {
     AttentionScorer attention{};
     float orphan_credit = 0;  ///< what is left of an orphan's credit at each eviction, 0 to 1; 0: no credits, as published
+    float key_diff_share =
+        0;  ///< 0 to 1; above 0, final scores are ranks, of which this share goes by unlikeness to the mean key
   };
   /// Only an eviction is one: a cache within its budget is not looked at.
   static constexpr bool follows_evictions_only = true;
@@ -42,6 +45,9 @@ class BeaconScorer {
     const float left = options_.orphan_credit;
     if (!(detail::is_finite(left) && left >= 0 && left <= 1))
       return detail::invalid("orphan_credit = ", left, ": must be between 0 and 1");
+    const float share = options_.key_diff_share;
+    if (!(detail::is_finite(share) && share >= 0 && share <= 1))
+      return detail::invalid("key_diff_share = ", share, ": must be between 0 and 1");
     const AttentionOptions& a = options_.attention.attention;
     if (left > 0 &&
         (a.over_queries != Reduce::max || a.over_heads != Reduce::max || a.group_stage != GroupStage::weights ||
@@ -66,13 +72,14 @@ class BeaconScorer {
   }
 
   [[nodiscard]] WorkspaceSize workspace_size(const Shape& shape, index_t rows, index_t tokens) const {
-    const WorkspaceSize published = options_.attention.workspace_size(shape, rows, tokens);
+    WorkspaceSize last = options_.attention.value_norm ? detail::value_norm_workspace_size(shape.head_dim) : WorkspaceSize{};
+    if (options_.key_diff_share > 0) last = max(last, detail::key_diff_workspace_size(shape.head_dim, tokens));
+    const WorkspaceSize published = max(options_.attention.workspace_size(shape, rows, tokens), last);
     if (!takes_notes()) return published;
     return max(published, detail::measure([&](Workspace& work) {
                  static_cast<void>(Scratch(work, shape.group(), rows, tokens));
-                 const std::size_t inner = split_attention_workspace_size(shape.group(), rows, shape.head_dim, tokens).bytes;
-                 static_cast<void>(work.take<std::byte>(
-                     static_cast<index_t>(std::max({inner, detail::value_norm_workspace_size(shape.head_dim).bytes}))));
+                 last = max(last, split_attention_workspace_size(shape.group(), rows, shape.head_dim, tokens));
+                 static_cast<void>(work.take<std::byte>(static_cast<index_t>(last.bytes)));
                }));
   }
 
@@ -124,6 +131,11 @@ class BeaconScorer {
             s.bad_key.subspan(first, size)};
   }
 
+  /// Leading rows of each head that are beacons.
+  [[nodiscard]] static index_t beacons_of(const Observations& observations) noexcept {
+    return static_cast<index_t>(observations.tags.size()) / observations.query_heads;
+  }
+
   /// Marks the rows of the last eviction whose beacons are no beacons any more.
   static void mark_left(const detail::OrphanCredits::View& held, std::span<const position_t> now, index_t beacons,
                         std::span<std::uint8_t> left) noexcept {
@@ -143,7 +155,12 @@ class BeaconScorer {
   template <CacheReader Cache>
   [[nodiscard]] Result<ScoreReport> score_with(const Cache& cache, const Observations& observations, Range candidates,
                                                ScoreMatrix out, Workspace& work, detail::OrphanCredits* notes) const {
-    if (!takes_notes()) return options_.attention.score(cache, observations, candidates, out, work);
+    if (!takes_notes()) {
+      const Result<ScoreReport> published = options_.attention.score(cache, observations, candidates, out, work);
+      for (index_t h = 0; published && h < out.heads; ++h)
+        if (Status s = detail::mix_with_key_diff(cache, h, candidates, options_.key_diff_share, out.row(h), work); !s) return s;
+      return published;
+    }
     const index_t group = observations.query_heads / out.heads;
     if (group * observations.rows > detail::OrphanCredits::max_rows)
       return detail::invalid("n_beacon + n_recent_queries = ", observations.rows,
@@ -163,7 +180,7 @@ class BeaconScorer {
       AttentionOptions attention = options_.attention.attention;
       attention.pool = {};
       const detail::KeysOfHead<Cache> keys{cache, h, domain, h + 1 < out.heads};
-      const Result<ScoreReport> part = split_attention_scores(keys, queries, observations.beacons, domain, attention,
+      const Result<ScoreReport> part = split_attention_scores(keys, queries, beacons_of(observations), domain, attention,
                                                               in_domain(scratch, out.row(h), domain), work);
       if (!part) return part;
       report.num_non_finite += part->num_non_finite;
@@ -179,6 +196,7 @@ class BeaconScorer {
           options_.attention.weigh_by_values(cache, h, candidates, observations.dim, out.row(h), work);
       if (!bad_values) return bad_values.status();
       report.num_non_finite += *bad_values;
+      if (Status s = detail::mix_with_key_diff(cache, h, candidates, options_.key_diff_share, out.row(h), work); !s) return s;
     }
     return report;
   }
@@ -188,17 +206,18 @@ class BeaconScorer {
   /// From the weights of recent queries, in `scores`, to scores; and what the keys will remember, to `notes`.
   void add_credits(const Observations& observations, index_t head, index_t group, Range candidates, std::span<float> scores,
                    const Scratch& scratch, detail::OrphanCredits* notes) const noexcept {
+    const index_t beacons = beacons_of(observations);
     const index_t kv_head = observations.first_query_head / group + head;
-    const std::span<const position_t> tags = observations.tags.subspan(
-        static_cast<std::size_t>(head * group * observations.beacons), static_cast<std::size_t>(group * observations.beacons));
+    const std::span<const position_t> tags =
+        observations.tags.subspan(static_cast<std::size_t>(head * group * beacons), static_cast<std::size_t>(group * beacons));
     const detail::OrphanCredits::View held = credits_.held(kv_head);
-    mark_left(held, tags, observations.beacons, scratch.left);
+    mark_left(held, tags, beacons, scratch.left);
     const auto first = static_cast<std::size_t>(candidates.first);
     const auto held_first = static_cast<std::size_t>(held.first);
     detail::OrphanCredits::Notes noted;
     if (notes != nullptr)
       noted = notes->note(kv_head, candidates.first, static_cast<index_t>(scores.size()) - candidates.first, observations.rows,
-                          observations.beacons, tags);
+                          beacons, tags);
     for (std::size_t j = first; j < scores.size(); ++j) {
       float carried = 0;
       if (const std::size_t i = j - held_first; j >= held_first && i < held.credit.size()) {
@@ -207,12 +226,12 @@ class BeaconScorer {
           carried = options_.orphan_credit * held.credit[i];
       }
       const float beacon = scratch.beacons[j];
-      const bool is_orphan = beacon < carried;
-      const float credit = is_orphan ? carried : beacon;
+      const bool is_given = beacon > 0 && beacon >= carried;
+      const float credit = is_given ? beacon : carried;
       scores[j] = std::max(scores[j], credit);
       if (notes == nullptr) continue;
       noted.credit[j - first] = credit;
-      noted.owner[j - first] = is_orphan ? detail::OrphanCredits::orphan : static_cast<row_t>(scratch.beacon[j]);
+      noted.owner[j - first] = is_given ? static_cast<row_t>(scratch.beacon[j]) : detail::OrphanCredits::orphan;
     }
   }
 

@@ -33,6 +33,9 @@ struct BeaconKVOptions {
   float orphan_credit = 0;
   /// Final scores times the Euclidean length of the key's value: what goes with a key is its weight times its value.
   bool value_norm = false;
+  /// Above 0, at most 1: in the end candidates are ranked, and this share of the rank goes by how far a key is from the mean
+  /// direction of all (KeyDiff). 0.3 is a good share where a hundred tokens or more stay. Two more passes over the keys.
+  float key_diff_share = 0;
 
   /// The reading of the paper's pseudocode: one number for both windows, and a budget that counts the prompt too.
   [[nodiscard]] static BeaconKVOptions paper_literal(index_t budget_max, index_t budget_min, index_t n_beacon = 16,
@@ -65,7 +68,7 @@ struct BeaconKVOptions {
 /// | schedule | `FixedBudget`: at `max` counted tokens down to `min` |
 /// | protected | the prompt, the last `n_recent_kv` tokens |
 ///
-/// Beyond the paper, and off: `orphan_credit` and `value_norm`.
+/// Beyond the paper, and off: `orphan_credit`, `value_norm` and `key_diff_share`.
 ///
 /// The paper's text and pseudocode disagree on the two windows: `n_recent_queries` and `n_recent_kv` are separate.
 template <class ScorerT = BeaconScorer, Schedule ScheduleT = FixedBudget>
@@ -84,7 +87,7 @@ class BeaconKV : public EvictionPolicy<BeaconQueries, ScorerT, ScheduleT> {
                                     .softmax_domain = o.softmax_domain,
                                     .sink_logits = o.sink_logits,
                                     .value_norm = o.value_norm};
-    return BeaconScorer({.attention = attention, .orphan_credit = o.orphan_credit});
+    return BeaconScorer({.attention = attention, .orphan_credit = o.orphan_credit, .key_diff_share = o.key_diff_share});
   }
 
   /// The policy, or what is wrong with its options.

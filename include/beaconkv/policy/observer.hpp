@@ -27,10 +27,8 @@ struct Observations {
   index_t query_heads = 0;
   index_t rows = 0;
   index_t dim = 0;
-  index_t first_query_head = 0;  ///< of the layer's, where only some are shown (a ragged cache is scored head by head)
-  index_t beacons = 0;           ///< so many leading rows of each head are beacons, rotated from elsewhere to now
-  /// `[query_heads][beacons]`: where the beacons were observed, ascending. Only for scorers that take notes.
-  std::span<const position_t> tags{};
+  index_t first_query_head = 0;        ///< of the layer's, where only some are shown (a ragged cache is scored head by head)
+  std::span<const position_t> tags{};  ///< `[query_heads][beacons]`: where leading rows were observed, for scorers that ask
 };
 
 /// Queries on their way into an observer, and what turns them into the form that it keeps.

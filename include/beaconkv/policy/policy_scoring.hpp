@@ -38,7 +38,7 @@ concept NoteTaker = requires(Scorer scorer, const Scorer& view, const Shape& sha
 template <class ObserverT>
 concept ShowsTags = requires(const ObserverT& observer, const RopeTable* rope, position_t now, float* out, position_t* to,
                              Workspace& work) {
-  { observer.num_tags() } -> std::same_as<index_t>;
+  { observer.num_beacons() } -> std::same_as<index_t>;
   { observer.write_rows(rope, now, out, to, work, to) } -> std::same_as<Status>;
 };
 
@@ -52,16 +52,14 @@ template <class Scorer>
 /// What one KV head's query heads observed.
 [[nodiscard]] inline Observations of_head(const Observations& all, index_t head, index_t group) noexcept {
   const index_t rows = group * all.rows;
+  const std::size_t tags = all.tags.size() / static_cast<std::size_t>(all.query_heads);
   return {all.queries + head * rows * all.dim,
           all.positions.subspan(static_cast<std::size_t>(head * rows), static_cast<std::size_t>(rows)),
           group,
           all.rows,
           all.dim,
           head * group,
-          all.tags.empty() ? 0 : all.beacons,
-          all.tags.empty() ? all.tags
-                           : all.tags.subspan(static_cast<std::size_t>(head * group * all.beacons),
-                                              static_cast<std::size_t>(group * all.beacons))};
+          all.tags.subspan(static_cast<std::size_t>(head * group) * tags, static_cast<std::size_t>(group) * tags)};
 }
 
 /// Calls `score(head, workspace)` for the heads `[first, last)`, spread over threads, and adds up what they met. The first
@@ -164,7 +162,6 @@ class PolicyScoring : public PolicyState<ObserverT, ScorerT, ScheduleT> {
     };
     if constexpr (detail::ShowsTags<ObserverT>) {
       if (Status s = tags.empty() ? write() : write(tags.data()); !s) return s;
-      seen.beacons = tags.empty() ? 0 : observer_.num_tags();
       seen.tags = tags;
     } else {
       if (Status s = write(); !s) return s;
@@ -175,7 +172,7 @@ class PolicyScoring : public PolicyState<ObserverT, ScorerT, ScheduleT> {
   /// How many `tags` that call wants now: `query_heads` times the beacons where the scorer takes notes, else none.
   [[nodiscard]] index_t num_tags() const noexcept {
     if constexpr (detail::ShowsTags<ObserverT>)
-      if (detail::takes_notes(scorer_)) return shape_.query_heads * observer_.num_tags();
+      if (detail::takes_notes(scorer_)) return shape_.query_heads * observer_.num_beacons();
     return 0;
   }
 

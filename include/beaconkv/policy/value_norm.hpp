@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <span>
 
+#include "beaconkv/detail/numeric.hpp"
 #include "beaconkv/kernel/row_lengths.hpp"
 #include "beaconkv/memory/cache_buffer.hpp"
 #include "beaconkv/workspace.hpp"

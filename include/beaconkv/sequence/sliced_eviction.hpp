@@ -95,7 +95,6 @@ class SlicedEviction {
                            rows_,
                            shape.head_dim,
                            0,
-                           num_tags_ / shape.query_heads,
                            std::span(tags_).first(static_cast<std::size_t>(num_tags_))};
     const Result<ScoreReport> report = spread_heads(done_, last, works, executor, [&](index_t h, Workspace& work) {
       const Head& head = heads_[static_cast<std::size_t>(h)];
