@@ -448,8 +448,16 @@ TEST_CASE("Rows of two kinds: maxima apart, and the lowest row that reaches one,
   Random random;
   CAPTURE(random.seed());
   for (const index_t group : {1, 2, 3, 7})
-    for (const auto& [rows, leading] :
-         {std::pair<index_t, index_t>{1, 0}, {1, 1}, {5, 3}, {16, 8}, {17, 16}, {32, 24}, {32, 28}, {33, 1}})
+    for (const auto& [rows, leading] : {std::pair<index_t, index_t>{1, 0},
+                                        {1, 1},
+                                        {5, 3},
+                                        {16, 8},
+                                        {17, 16},
+                                        {32, 24},
+                                        {32, 28},
+                                        {33, 1},
+                                        {17, 17},
+                                        {33, 33}})
       for (const index_t keys : {1, 2, 3, 5, 97, 131}) {
         constexpr index_t dim = 16;
         CAPTURE(group, rows, leading, keys);
