@@ -210,15 +210,16 @@ struct Seen {
 /// The library's banks are the reference's, or it takes them over where its own choice hung on rounding errors.
 void compare_banks(const BeaconKV<>& policy, std::vector<reference::ContinualSampling>& banks, Seen& seen) {
   for (std::size_t g = 0; g < banks.size(); ++g) {
-    const ContinualFps& got = policy.observer().beacons(static_cast<index_t>(g));
-    const std::vector<position_t> tags(got.tags().begin(), got.tags().end());
+    const BeaconQueries& got = policy.observer();
+    const std::vector<position_t> tags = pool_positions(got, static_cast<index_t>(g));
     if (tags != banks[g].tags) {
       CAPTURE(g, tags, banks[g].tags);
       REQUIRE(banks[g].gap < 1e-6);
       ++seen.ambiguous;
       banks[g].tags = tags;
       banks[g].rows.clear();
-      for (index_t r = 0; r < got.size(); ++r) banks[g].rows.push_back(reference::row_of(got.rows().row(r), got.dim()));
+      for (index_t r = 0; r < got.pool_size(); ++r)
+        banks[g].rows.push_back(reference::row_of(got.pool_row(static_cast<index_t>(g), r), policy.shape().head_dim));
     }
     banks[g].gap = reference::infinity;
   }

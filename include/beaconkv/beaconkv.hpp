@@ -30,7 +30,6 @@
 #include "beaconkv/kernel/read_ahead.hpp"
 #include "beaconkv/kernel/rotation.hpp"
 #include "beaconkv/kernel/row_lengths.hpp"
-#include "beaconkv/kernel/row_squares.hpp"
 #include "beaconkv/kernel/row_sums.hpp"
 #include "beaconkv/kernel/similarity.hpp"
 #include "beaconkv/kernel/softmax.hpp"

@@ -121,7 +121,7 @@ inline void find_alike_of_rank(const RedundancyScratch& scratch, index_t keys, f
     bool not_finite = false;
     float* const strip = scratch.strip.data();
     run<Products>(scratch.packed.data(), column_block, scratch.width, scratch.unit.data(), scratch.width, keys, strip,
-                  &not_finite, static_cast<const MemoryAhead*>(nullptr));
+                  &not_finite);
     for (index_t r = 0; r < rows; ++r) strip[(first + r) * column_block + r] = 0.0F;
     slot_t found[static_cast<std::size_t>(column_block)];
     run<AlikeOfRank>(strip, keys, threshold, static_cast<slot_t>(rank), found);

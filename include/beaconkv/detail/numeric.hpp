@@ -14,6 +14,7 @@
 namespace beaconkv::inline v0::detail {
 
 [[nodiscard]] inline bool is_finite(float x) noexcept { return (std::bit_cast<std::uint32_t>(x) & 0x7F800000U) != 0x7F800000U; }
+[[nodiscard]] inline bool is_finite(double x) noexcept { return (std::bit_cast<std::uint64_t>(x) >> 52 & 0x7FF) != 0x7FF; }
 [[nodiscard]] inline bool is_nan(float x) noexcept { return (std::bit_cast<std::uint32_t>(x) & 0x7FFFFFFFU) > 0x7F800000U; }
 
 /// The larger of two; NaN where one of them is NaN, whichever it is.

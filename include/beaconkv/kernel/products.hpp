@@ -76,7 +76,7 @@ struct PackRows {
 struct Products {
   template <class Isa>
   BEACONKV_KERNEL void run(const float* packed, index_t rows, index_t dim, const float* keys, index_t stride, index_t count,
-                           float* out, bool* not_finite, const MemoryAhead* ahead) noexcept {
+                           float* out, bool* not_finite, const MemoryAhead* ahead = nullptr) noexcept {
     typename Isa::Ints bad{};
     Asking asking;
     const index_t steps =

@@ -93,7 +93,7 @@ struct ExpectedAttentionScorer {
     detail::for_each_tile(keys, domain, dim, scratch.decoded, [&](index_t j, const ConstRows& rows) {
       bool not_finite = false;
       detail::run<detail::Products>(scratch.packed.data(), total, dim, rows.data, rows.stride, rows.rows,
-                                    scratch.products.data(), &not_finite, static_cast<const detail::MemoryAhead*>(nullptr));
+                                    scratch.products.data(), &not_finite);
       for (index_t i = 0; i < rows.rows; ++i) {
         const bool bad = (not_finite || total == 0) && !detail::all_finite(rows.row(i), dim);
         scratch.bad[static_cast<std::size_t>(j + i)] = bad ? 1 : 0;
@@ -118,12 +118,12 @@ struct ExpectedAttentionScorer {
     index_t found = 0;
     const auto values = [&](index_t first, index_t count, float* to) { return cache.values(head, first, count, to); };
     detail::for_each_tile(values, domain, cache.value_dim(), scratch.decoded, [&](index_t j, const ConstRows& rows) {
-      double squares[static_cast<std::size_t>(detail::tile_rows)];
-      detail::run<detail::RowSquares>(rows.data, rows.stride, rows.dim, rows.rows, squares);
+      float lengths[static_cast<std::size_t>(detail::tile_rows)];
+      detail::run<detail::RowLengths>(rows.data, rows.stride, rows.dim, rows.rows, static_cast<float*>(lengths));
       for (index_t i = 0; i < rows.rows; ++i) {
         float& score = row[static_cast<std::size_t>(j + i)];
-        score = (score + epsilon) * detail::length_of(squares[i]);
-        if (detail::is_finite(squares[i])) continue;
+        score = (score + epsilon) * lengths[i];
+        if (lengths[i] >= 0) continue;
         scratch.bad[static_cast<std::size_t>(j + i)] = 1;
         ++found;
       }

@@ -43,8 +43,18 @@ struct KeyDiffScratch {
   return measure([&](Workspace& work) { static_cast<void>(KeyDiffScratch(work, dim, tokens)); });
 }
 
+/// Whether products of unit rows with a row of this length keep to the range of float.
+[[nodiscard]] inline bool usual_length(float length) noexcept { return length > 1e-12F && length < 1e30F; }
+
+/// The length of a finite row of any size, which counts as 1e-12 at least, as published.
+[[nodiscard]] inline double length_in_double(const float* row, index_t dim) noexcept {
+  double squares = 0;
+  for (index_t d = 0; d < dim; ++d) squares += static_cast<double>(row[d]) * static_cast<double>(row[d]);
+  return std::max(std::sqrt(squares), 1e-12);
+}
+
 /// `unlike[j] = ` minus the cosine of key `j` with the mean of all finite unit keys among the first `tokens` of `head`; 0 for a
-/// key of zeros or one that is not finite.
+/// key of zeros or one that is not finite, whose length is negative.
 template <CacheReader Cache>
 void unlikeness(const Cache& cache, index_t head, index_t tokens, const KeyDiffScratch& s) noexcept {
   const auto tiles = [&](auto f) {
@@ -56,8 +66,13 @@ void unlikeness(const Cache& cache, index_t head, index_t tokens, const KeyDiffS
   std::fill(s.direction.begin(), s.direction.end(), 0.0);
   tiles([&](const ConstRows& keys, float* lengths, float*) {
     run<RowLengths>(keys.data, keys.stride, keys.dim, keys.rows, lengths);
-    for (index_t i = 0; i < keys.rows; ++i)
-      s.factors[static_cast<std::size_t>(i)] = lengths[i] > 1e-30F ? 1 / lengths[i] : 0.0F;
+    for (index_t i = 0; i < keys.rows; ++i) {
+      s.factors[static_cast<std::size_t>(i)] = usual_length(lengths[i]) ? 1 / lengths[i] : 0.0F;
+      if (usual_length(lengths[i]) || lengths[i] < 0) continue;
+      const double length = length_in_double(keys.row(i), keys.dim);
+      for (index_t d = 0; d < keys.dim; ++d)
+        s.direction[static_cast<std::size_t>(d)] += static_cast<double>(keys.row(i)[d]) / length;
+    }
     std::fill(s.tile.begin(), s.tile.end(), 0.0F);
     run<AddRows>(keys.data, keys.stride, keys.dim, keys.rows, static_cast<const float*>(s.factors.data()), s.tile.data());
     for (std::size_t d = 0; d < s.tile.size(); ++d) s.direction[d] += static_cast<double>(s.tile[d]);
@@ -68,7 +83,16 @@ void unlikeness(const Cache& cache, index_t head, index_t tokens, const KeyDiffS
   for (std::size_t d = 0; d < s.tile.size(); ++d) s.tile[d] = static_cast<float>(s.direction[d] * scale);
   tiles([&](const ConstRows& keys, const float* lengths, float* unlike) {
     run<DotProducts>(static_cast<const float*>(s.tile.data()), keys.data, keys.stride, keys.dim, keys.rows, unlike);
-    for (index_t i = 0; i < keys.rows; ++i) unlike[i] = lengths[i] > 1e-30F ? -unlike[i] / lengths[i] : 0.0F;
+    for (index_t i = 0; i < keys.rows; ++i) {
+      if (usual_length(lengths[i])) {
+        unlike[i] = -unlike[i] / lengths[i];
+        continue;
+      }
+      double product = 0;
+      for (index_t d = 0; lengths[i] >= 0 && d < keys.dim; ++d)
+        product += static_cast<double>(keys.row(i)[d]) * static_cast<double>(s.tile[static_cast<std::size_t>(d)]);
+      unlike[i] = lengths[i] < 0 ? 0.0F : static_cast<float>(0 - product / length_in_double(keys.row(i), keys.dim));
+    }
   });
 }
 

@@ -10,8 +10,9 @@
 #include <limits>
 #include <numeric>
 
-#include "beaconkv/kernel/row_squares.hpp"
+#include "beaconkv/kernel/row_lengths.hpp"
 #include "beaconkv/policy/evict.hpp"
+#include "beaconkv/policy/key_diff_mix.hpp"
 
 namespace beaconkv::inline v0 {
 
@@ -28,11 +29,6 @@ void for_each_tile(const Read& read, Range range, index_t dim, std::span<float> 
   const index_t at_once = std::clamp<index_t>(static_cast<index_t>(scratch.size()) / dim, 1, tile_rows);
   for (index_t first = range.first; first < range.last; first += at_once)
     f(first, read(first, std::min(at_once, range.last - first), scratch.data()));
-}
-
-/// The length of a row from the sum of its squares, no larger than a float can be.
-[[nodiscard]] inline float length_of(double squares) noexcept {
-  return static_cast<float>(std::min(std::sqrt(squares), static_cast<double>(std::numeric_limits<float>::max())));
 }
 
 [[nodiscard]] inline Status check_value_width(index_t value_dim, index_t key_dim) {
@@ -52,15 +48,15 @@ struct KnormScorer {
                                           Workspace& work) const {
     const Workspace::Frame frame(work);
     const std::span<float> scratch = work.take<float>(detail::tile_rows * cache.key_dim());
-    double squares[static_cast<std::size_t>(detail::tile_rows)];
+    float lengths[static_cast<std::size_t>(detail::tile_rows)];
     ScoreReport report;
     for (index_t h = 0; h < out.heads; ++h) {
       const auto keys = [&](index_t first, index_t count, float* to) { return cache.keys(h, first, count, to); };
       detail::for_each_tile(keys, candidates, cache.key_dim(), scratch, [&](index_t first, const ConstRows& rows) {
-        detail::run<detail::RowSquares>(rows.data, rows.stride, rows.dim, rows.rows, squares);
+        detail::run<detail::RowLengths>(rows.data, rows.stride, rows.dim, rows.rows, static_cast<float*>(lengths));
         for (index_t i = 0; i < rows.rows; ++i) {
-          const bool finite = detail::is_finite(squares[i]);
-          out.row(h)[static_cast<std::size_t>(first + i)] = finite ? -detail::length_of(squares[i]) : detail::quiet_nan();
+          const bool finite = lengths[i] >= 0;
+          out.row(h)[static_cast<std::size_t>(first + i)] = finite ? -lengths[i] : detail::quiet_nan();
           report.num_non_finite += finite ? 0 : 1;
         }
       });
@@ -81,52 +77,19 @@ struct KeyDiffScorer {
   [[nodiscard]] Result<ScoreReport> score(const Cache& cache, const Observations&, Range candidates, ScoreMatrix out,
                                           Workspace& work) const {
     const Workspace::Frame frame(work);
-    const Scratch scratch(work, cache.key_dim(), out.tokens);
+    const detail::KeyDiffScratch scratch(work, cache.key_dim(), out.tokens);
     ScoreReport report;
     for (index_t h = 0; h < out.heads; ++h) {
-      const auto keys = [&](index_t first, index_t count, float* to) { return cache.keys(h, first, count, to); };
-      std::fill(scratch.mean.begin(), scratch.mean.end(), 0.0);
-      detail::for_each_tile(keys, {0, out.tokens}, cache.key_dim(), scratch.decoded, [&](index_t j, const ConstRows& rows) {
-        detail::run<detail::RowSquares>(rows.data, rows.stride, rows.dim, rows.rows, scratch.squares.data() + j);
-        for (index_t i = 0; i < rows.rows; ++i) {
-          const double squares = scratch.squares[static_cast<std::size_t>(j + i)];
-          report.num_non_finite += detail::is_finite(squares) ? 0 : 1;
-          const double factor = 1 / std::max(std::sqrt(squares), 1e-12);  // as published
-          const float* const row = rows.row(i);
-          for (index_t d = 0; detail::is_finite(squares) && d < rows.dim; ++d)
-            scratch.mean[static_cast<std::size_t>(d)] += static_cast<double>(row[d]) * factor;
-        }
-      });
-      double length = 0;
-      for (const double x : scratch.mean) length += x * x;
-      length = std::sqrt(length);
-      detail::for_each_tile(keys, candidates, cache.key_dim(), scratch.decoded, [&](index_t j, const ConstRows& rows) {
-        double products[static_cast<std::size_t>(detail::tile_rows)];
-        detail::run<detail::RowProducts>(scratch.mean.data(), rows.data, rows.stride, rows.dim, rows.rows, products);
-        for (index_t i = 0; i < rows.rows; ++i) {
-          const double squares = scratch.squares[static_cast<std::size_t>(j + i)];
-          const double lengths = std::max(std::sqrt(squares), 1e-12) * std::max(length, 1e-12);
-          out.row(h)[static_cast<std::size_t>(j + i)] =
-              detail::is_finite(squares) ? static_cast<float>(-products[i] / lengths) : detail::quiet_nan();
-        }
-      });
+      detail::unlikeness(cache, h, out.tokens, scratch);
+      for (const float length : scratch.lengths) report.num_non_finite += length < 0 ? 1 : 0;
+      for (auto j = static_cast<std::size_t>(candidates.first); j < static_cast<std::size_t>(candidates.last); ++j)
+        out.row(h)[j] = scratch.lengths[j] < 0 ? detail::quiet_nan() : scratch.unlike[j];
     }
     return report;
   }
   [[nodiscard]] WorkspaceSize workspace_size(const Shape& shape, index_t, index_t tokens) const {
-    return detail::measure([&](Workspace& work) { static_cast<void>(Scratch(work, shape.head_dim, tokens)); });
+    return detail::key_diff_workspace_size(shape.head_dim, tokens);
   }
-
- private:
-  struct Scratch {
-    Scratch(Workspace& work, index_t dim, index_t tokens)
-        : decoded(work.take<float>(detail::tile_rows * dim)),
-          mean(work.take<double>(detail::round_up(dim, detail::double_lanes))),
-          squares(work.take<double>(tokens)) {}
-    std::span<float> decoded;
-    std::span<double> mean;     // the sum of unit keys: only its direction counts
-    std::span<double> squares;  // of each key
-  };
 };
 
 /// Tokens that the next ones do not resemble stay. Behind the protected prefix the tokens are cut into partitions of `lag`;
