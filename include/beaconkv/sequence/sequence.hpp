@@ -26,8 +26,7 @@ namespace beaconkv::inline v0 {
 /// The policies and caches of all global layers of one sequence. Layers may have policies with different options or budgets.
 ///
 /// A copy forks the policies' state, but cache views in a copy still refer to the same memory: use `copy_from` with a sequence
-/// over memory of its own. One thread uses a sequence at a time. Nothing allocates after construction, but for `save`, `load`
-/// and errors.
+/// over memory of its own. One thread uses a sequence at a time. Only `save`, `load`, logs and errors allocate later.
 ///
 /// Caches with `PositionMode::cache_relative` are re-aligned in each eviction, where the policy has a `RopeTable`: one pass
 /// moves and turns, and an eviction whose keys cannot be turned is refused as a whole.
@@ -162,8 +161,7 @@ class Sequence {
     drafts_.keep(0);
     return {};
   }
-  /// Takes back the newest `count` tokens and returns how many really were: tentative ones are taken back exactly, in each
-  /// layer that saw them, observed ones never (a saved copy brings those back).
+  /// Takes back the newest `count` tokens, tentative ones exactly and observed ones never; returns how many really were.
   [[nodiscard]] Result<index_t> rollback(index_t count) {
     if (count < 0) return detail::invalid("count = ", count, ": must not be negative");
     if (Status s = check_drafts(); !s) return s;
