@@ -900,3 +900,41 @@ TEST_CASE("A share of the rank goes by unlikeness to the mean key", "[orphan_cre
           }
         }
 }
+
+TEST_CASE("Values may be wider or narrower than keys, up to what the scratch holds", "[value_norm]") {
+  Random random;
+  CAPTURE(random.seed());
+  for (const index_t width : {1, 7, 16, 40, 64 * 16, 64 * 16 + 1}) {
+    CAPTURE(width);
+    BeaconKVOptions<> o{.budget = {.max = 40}, .n_recent_kv = 4, .n_prefix = 2};
+    BeaconKV<> plain(small_shape, o, small_rope());
+    o.value_norm = true;
+    BeaconKV<> weighed(small_shape, o, small_rope());
+    OwningCache<float, float16> cache(small_shape, 30, {.value_dim = width});
+    Stream stream = small_stream(random);
+    std::vector<float> values;
+    for (index_t t = 0; t < 30; ++t) {
+      const Token token = stream.next(t);
+      values = random.normals(2 * width);
+      require_ok(cache.append(token.keys, values, t));
+      require_ok(plain.observe(token.queries, t));
+      require_ok(weighed.observe(token.queries, t));
+    }
+    Workspace work(weighed.workspace_size(30));
+    std::vector<float> a(60), b(60);
+    require_value(plain.score(cache.view(), {a.data(), 2, 30}, work));
+    const auto report = weighed.score(cache.view(), {b.data(), 2, 30}, work);
+    if (width > 64 * 16) {
+      check_error(report.status(), StatusCode::unsupported, {"value_norm", "values of 1025", "at most 1024"});
+      continue;
+    }
+    require_value(report);
+    for (index_t h = 0; h < 2; ++h)
+      for (index_t j = 2; j < 26; ++j) {
+        std::vector<float> scratch(at(width));
+        const Row value = reference::row_of(cache.view().values(h, j, 1, scratch.data()).data, width);
+        const double want = static_cast<double>(a[at(h * 30 + j)]) * std::sqrt(reference::dot(value, value));
+        REQUIRE(static_cast<double>(b[at(h * 30 + j)]) == Approx(want).epsilon(1e-5));
+      }
+  }
+}
