@@ -155,7 +155,8 @@ struct PairOrder {
   template <class V>
   BEACONKV_KERNEL void prepare(Rotation<V>& r, const V& cos, const V& sin) noexcept {
     spread_pairs(r.cos[0], r.cos[1], cos);
-    V sign, low, high;
+    V sign{};
+    V low, high;
     BEACONKV_UNROLL for (std::size_t i = 0; i < sizeof(V) / sizeof(float); ++i) sign[i] = i % 2 == 0 ? -1.0F : 1.0F;
     spread_pairs(low, high, sin);
     r.sin[0] = low * sign;
