@@ -29,7 +29,9 @@ class Stopwatch {
  public:
   [[nodiscard]] double seconds() const {
     const double by_clock = now() - clock_;
-    return std::min(by_clock, worked() - worked_);
+    const double by_processor = worked() - worked_;
+    // On virtual machines the processor's count stands still at times, and a contestant would seem to take no time.
+    return by_processor < by_clock / 8 ? by_clock : std::min(by_clock, by_processor);
   }
 
  private:
