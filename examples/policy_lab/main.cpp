@@ -6,6 +6,7 @@
 #include <CLI/CLI.hpp>
 #include <cstdio>
 
+#include "policy_lab/capacity.hpp"
 #include "policy_lab/replay_run.hpp"
 #include "policy_lab/run.hpp"
 
@@ -60,6 +61,23 @@ CLI::App* add_replay(CLI::App& app, beaconkv::lab::ReplayOptions& o) {
   return replay;
 }
 
+CLI::App* add_capacity(CLI::App& app, beaconkv::lab::CapacityOptions& o) {
+  CLI::App* const capacity = app.add_subcommand("capacity", "Bytes of known models with and without eviction, by arithmetic");
+  std::string models = "Names with commas between them: all";
+  for (const beaconkv::lab::ModelShape& model : beaconkv::lab::model_shapes()) models += ", " + model.name;
+  capacity->add_option("--models", o.models, models)->capture_default_str();
+  capacity->add_option("--policies", o.policies, "Names with commas between them")->capture_default_str();
+  capacity->add_option("--length", o.length, "Tokens of each sequence at the end")->capture_default_str();
+  capacity->add_option("--prompt", o.prompt, "Of these: a prompt that stays and lies on top of the budget")
+      ->capture_default_str();
+  capacity->add_option("--batch", o.batch, "Sequences")->capture_default_str();
+  capacity->add_option("--budget", o.budget, "Tokens that a KV head holds at most")->capture_default_str();
+  capacity->add_option("--bytes-per-number", o.bytes_per_number, "Of weights, keys and values")->capture_default_str();
+  capacity->add_option("--memory", o.memory, "Bytes of the device, for the number of sequences that fit")
+      ->capture_default_str();
+  return capacity;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -102,7 +120,8 @@ int main(int argc, char** argv) {
   add_setting(*run, options, "orphan_credit",
               "What is left of an orphan's credit at each eviction, 0 to 1 (beaconkv; 0: none)");
   add_setting(*run, options, "key_diff_share", "Share of a rank that goes by unlikeness to the mean key (beaconkv)");
-  add_setting(*run, options, "value_norm", "1: scores times the length of the value (beaconkv, snapkv, rpc)");
+  add_setting(*run, options, "value_norm",
+              "1: scores times the length of the value (beaconkv, snapkv, rpc, expected_attention)");
   add_setting(*run, options, "pool", "none, average or max");
   add_setting(*run, options, "kernel", "Width of the pool, odd");
   add_setting(*run, options, "over_queries", "max, mean or sum");
@@ -124,7 +143,6 @@ int main(int argc, char** argv) {
   add_setting(*run, options, "n_sink", "Positions below this are left out (expected_attention, default 4)");
   add_setting(*run, options, "n_future_positions", "Positions to come (expected_attention, default 32; as published 512)");
   add_setting(*run, options, "use_covariance", "0: the mean query alone (expected_attention)");
-  add_setting(*run, options, "value_norm", "1: scores times the length of the value (expected_attention)");
   add_setting(*run, options, "epsilon", "Added to the weight that the value's length multiplies (expected_attention)");
   add_setting(*run, options, "beta", "The last layer's share of the mean budget is one in so many (pyramidkv, default 20)");
   add_setting(*run, options, "safeguard", "Share of the mean budget that every head keeps (adakv, default 0.2)");
@@ -132,9 +150,15 @@ int main(int argc, char** argv) {
   beaconkv::lab::ReplayOptions replay_options;
   CLI::App* const replay = add_replay(app, replay_options);
 
+  beaconkv::lab::CapacityOptions capacity_options;
+  CLI::App* const capacity = add_capacity(app, capacity_options);
+
   CLI11_PARSE(app, argc, argv);
   options.compare = !fast;
-  if (const beaconkv::Status status = *replay ? beaconkv::lab::replay(replay_options) : beaconkv::lab::run(options); !status) {
+  const beaconkv::Status status = *replay     ? beaconkv::lab::replay(replay_options)
+                                  : *capacity ? beaconkv::lab::capacity(capacity_options)
+                                              : beaconkv::lab::run(options);
+  if (!status) {
     std::fprintf(stderr, "policy_lab: %s\n", status.message().c_str());
     return 1;
   }
