@@ -262,6 +262,33 @@ TEST_CASE("AdaKV refuses what cannot work, by name and value", "[adakv]") {
   check_invalid(policy.plan(cache.view(), work, plan), {"24 tokens of 2 heads", "40 are protected"});
 }
 
+TEST_CASE("AdaKV: scratch is asked for first, what is protected is told, and credits are refused", "[adakv]") {
+  const Shape shape{4, 2, 16};
+  const auto policy = AdaKV<Knorm<>>::make(Knorm<>(shape, {.budget = {.max = 48, .min = 32}})).or_throw();
+  Random random;
+  CAPTURE(random.seed());
+  Ragged cache(shape, 64);
+  for (position_t p = 0; p < 48; ++p) require_ok(cache.append(random.normals(32), random.normals(32), p));
+  const std::vector<float> scores(96, 1.0F);
+  std::vector<float> given = scores;
+  KeepPlan plan;
+  Workspace none(WorkspaceSize{});
+  check_error(policy.select(cache.view(), {given.data(), 2, 48}, none, plan, 20), StatusCode::workspace_too_small,
+              {"workspace"});
+  REQUIRE(none.peak() == 0);
+
+  AdaKV<Knorm<>> guarded = policy;
+  require_ok(guarded.protect({0, 30}));
+  require_ok(guarded.prefill_tokens(48));
+  Workspace work(guarded.workspace_size(64));
+  require_ok(guarded.plan_free(cache.view(), 28, work, plan));  // 18 of 48 tokens of each head may go
+  REQUIRE(plan.num_evicted(0) + plan.num_evicted(1) <= 36);
+  REQUIRE(plan.shortfall() == 28 - (plan.num_evicted(0) + plan.num_evicted(1)) / 2);
+
+  BeaconKV<> credit(shape, BeaconKVOptions<>::with_orphan_credit({.max = 64}), RopeTable({.head_dim = 16}));
+  check_error(AdaKV<BeaconKV<>>::make(credit).status(), StatusCode::unsupported, {"orphan_credit"});
+}
+
 TEST_CASE("[A8] PyramidKV: a policy for each layer, its budget around the mean, the window included", "[A8]") {
   Random random;
   CAPTURE(random.seed());

@@ -434,6 +434,36 @@ TEST_CASE("H2O's sums belong to the cache that they were made for", "[h2o]") {
               {"cache holds 5 tokens", "sums of 12"});
 }
 
+TEST_CASE("H2O: what its sums cannot follow", "[h2o]") {
+  Random random;
+  CAPTURE(random.seed());
+  // Heads that keep unequally many by a plan made by hand: sums begin anew.
+  H2O<> policy(small_shape, {.budget = {.max = 32, .min = 16}, .n_recent_kv = 4}, small_rope());
+  TestCache<float, float, Granularity::per_head_ragged> ragged(small_shape, 64);
+  Stream stream = small_stream(random);
+  for (position_t p = 0; p < 32; ++p) feed(policy, ragged, stream.next(p));
+  std::vector<slot_t> all(32);
+  std::iota(all.begin(), all.end(), slot_t{0});
+  for (const bool first_is_long : {false, true}) {
+    CAPTURE(first_is_long);
+    H2O<> copy = policy;
+    const std::span<const slot_t> few = std::span(all).first(1);
+    const std::span<const slot_t> sets[] = {first_is_long ? std::span<const slot_t>(all) : few,
+                                            first_is_long ? few : std::span<const slot_t>(all)};
+    KeepPlan plan;
+    require_ok(plan.assign(ragged.view(), sets));
+    require_ok(copy.commit(plan));
+    REQUIRE(copy.state_bytes() >= policy.state_bytes());
+  }
+  // Heads that keep the same tokens carry one number, which is nobody's maximum.
+  H2O<> max(small_shape, {.budget = {.max = 32, .min = 16}, .n_recent_kv = 4, .over_queries = Reduce::max}, small_rope());
+  TestCache<float, float, Granularity::per_layer> layer(small_shape, 64);
+  for (position_t p = 0; p < 32; ++p) feed(max, layer, stream.next(p));
+  Workspace work(max.workspace_size(64));
+  check_error(evict(max, layer.view(), work).status(), StatusCode::unsupported, {"over_queries = max"});
+  REQUIRE(layer.view().num_tokens() == 32);
+}
+
 TEST_CASE("ExpectedAttention equals its formula with whole matrices", "[expected]") {
   Random random;
   CAPTURE(random.seed());

@@ -262,6 +262,21 @@ TEST_CASE("Buffers that cannot work are refused by name and value") {
   CHECK(ContinualFps::make(1, 1, 2).ok());
 }
 
+TEST_CASE("a prompt of no rows reduces the buffer, with the scratch that no rows need") {
+  Random random;
+  CAPTURE(random.seed());
+  for (const auto& [dim, n_min, n_max] : {std::array<index_t, 3>{128, 1, 3}, {8, 16, 32}, {5, 3, 600}}) {
+    ContinualFps buffer = buffer_of(dim, n_min, n_max);
+    Workspace work(buffer.workspace_size(0));
+    for (index_t i = 0; i + 1 < n_max; ++i) REQUIRE(buffer.push(random.normals(dim).data(), i, work).ok());
+    ContinualFps reduced = buffer;
+    REQUIRE(reduced.reduce(work).ok());
+    const auto load = [](index_t, float*) { FAIL("there is no row"); };
+    REQUIRE(buffer.prefill(0, load, 99, work).ok());
+    REQUIRE(to_vector(buffer.tags()) == to_vector(reduced.tags()));
+  }
+}
+
 TEST_CASE("rows that wait elsewhere are sampled as if they had been pushed, and only those that stay are copied") {
   Random random;
   CAPTURE(random.seed());

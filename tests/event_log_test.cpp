@@ -207,6 +207,20 @@ TEST_CASE("policies without beacons log their recent queries, and those without 
   REQUIRE(rpc.heads[0].queries[0].recent == twice);
 }
 
+TEST_CASE("queries that an eviction uses up are logged, too", "[event_log]") {
+  Random random;
+  CAPTURE(random.seed());
+  H2O<> policy(small_shape, {.budget = {.max = 32, .min = 16}, .n_recent_kv = 4}, small_rope());
+  TestCache<> cache(small_shape, 40);
+  Stream stream = small_stream(random);
+  for (position_t p = 0; p < 32; ++p) feed(policy, cache, stream.next(p));
+  Workspace work(policy.workspace_size(40));
+  EventLog log;
+  require_value(evict(policy, cache.view(), work, log));
+  REQUIRE(log.events().size() == 1);
+  for (const QueryOrigins& origins : log.events()[0].heads[0].queries) REQUIRE(origins.recent.size() == 32);
+}
+
 TEST_CASE("an eviction in slices is logged with the scores and queries of its first moment", "[event_log]") {
   Random random;
   CAPTURE(random.seed());

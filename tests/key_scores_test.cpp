@@ -303,4 +303,15 @@ TEST_CASE("key policies refuse what cannot work, by name and value", "[keys]") {
   check_invalid(KeyDiff<>::make(shape, {.budget = {.max = 8}, .n_recent_kv = 9}).status(), {"n_recent_kv = 9"});
   check_invalid(KeyDiff<>::make(shape, {.budget = {.max = 8}, .n_prefix = -1}).status(), {"n_prefix = -1"});
   check_invalid(Knorm<>::make({3, 2, 16}, {.budget = {.max = 8}}).status(), {"shape.query_heads = 3"});
+  // Keys of another width than the shape says, for which there is no scratch.
+  OwningCache<float16> wide({4, 2, 512}, 8);
+  for (position_t p = 0; p < 8; ++p) require_ok(wide.append(std::vector<float>(1024, 1.0F), std::vector<float>(1024, 1.0F), p));
+  const auto refuses = [&](auto policy) {
+    Workspace work(policy.workspace_size(8));
+    require_ok(policy.prefill_tokens(8));
+    check_invalid(evict(policy, wide.view(), work).status(), {"keys of 512", "head_dim = 16"});
+  };
+  refuses(Knorm<>(shape, {.budget = {.max = 8, .min = 4}}));
+  refuses(KeyDiff<>(shape, {.budget = {.max = 8, .min = 4}}));
+  refuses(LagKV<>(shape, {.budget = {.max = 8, .min = 4}}));
 }

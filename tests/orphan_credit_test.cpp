@@ -802,6 +802,51 @@ TEST_CASE("Looking through a const policy notes nothing, and a plan made by hand
   REQUIRE((memory_of(twice) == memory_of(moved)));
 }
 
+TEST_CASE("Where no beacon ever leaves, credit changes no score, also behind a second prompt", "[orphan_credit]") {
+  Random random;
+  CAPTURE(random.seed());
+  const Shape shape{4, 2, 16};
+  BeaconKVOptions<> options{
+      .budget = {.max = 64, .min = 40}, .n_beacon = 200, .n_recent_queries = 4, .n_recent_kv = 4, .n_prefix = 0};
+  const RopeTable rope({.head_dim = 16});
+  BeaconKV<> plain(shape, options, rope);
+  options.orphan_credit = 1;
+  BeaconKV<> credit(shape, options, rope);
+  OwningCache<float> cache(shape, 256);
+  Workspace work(max(plain.workspace_size(256), credit.workspace_size(256)));
+  const auto append = [&](position_t p) { require_ok(cache.append(random.normals(32), random.normals(32), p)); };
+  const auto decode = [&](position_t p) {
+    append(p);
+    const std::vector<float> queries = random.normals(64);
+    require_ok(plain.observe(queries, p));
+    require_ok(credit.observe(queries, p));
+  };
+  position_t next = 0;
+  while (next < 10) decode(next++);
+  const std::vector<float> prompt = random.normals(6 * 64);
+  require_ok(plain.prefill(QueryView::token_major(prompt.data(), 6, 4, 16), work));
+  require_ok(credit.prefill(QueryView::token_major(prompt.data(), 6, 4, 16), work));
+  for (index_t i = 0; i < 6; ++i) append(next++);
+  for (int evictions = 0; evictions < 3;) {
+    decode(next++);
+    if (!credit.due(cache.view())) continue;
+    const index_t tokens = cache.view().num_tokens();
+    std::vector<float> published(at(2 * tokens));
+    std::vector<float> with_credit(at(2 * tokens));
+    require_value(plain.score(cache.view(), {published.data(), 2, tokens}, work));
+    require_value(std::as_const(credit).score(cache.view(), {with_credit.data(), 2, tokens}, work));
+    const Range candidates = credit.candidates_of(cache.view(), 0);
+    for (index_t h = 0; h < 2; ++h)
+      for (index_t j = candidates.first; j < candidates.last; ++j)
+        REQUIRE_THAT(with_credit[at(h * tokens + j)], Catch::Matchers::WithinAbs(published[at(h * tokens + j)], 1e-6));
+    require_ok(credit.plan(cache.view(), work, work.plan()));
+    require_ok(compact(cache.view(), work.plan()));
+    require_ok(credit.commit(work.plan()));
+    require_ok(plain.commit(work.plan()));
+    ++evictions;
+  }
+}
+
 TEST_CASE("Room for credits: from the schedule, by reserve, or when a longer cache is scored", "[orphan_credit]") {
   Random random;
   CAPTURE(random.seed());

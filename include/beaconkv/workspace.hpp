@@ -84,9 +84,9 @@ class Workspace {
 
   /// An error unless `size` more bytes are free.
   [[nodiscard]] Status require(const WorkspaceSize& size) const {
-    if (size.bytes <= capacity_ - used_) return {};
-    return detail::error(StatusCode::workspace_too_small, "workspace has ", capacity_ - used_, " free bytes: ", size.bytes,
-                         " are needed");
+    const std::size_t free = capacity_ - std::min(used_, capacity_);
+    if (size.bytes <= free) return {};
+    return detail::error(StatusCode::workspace_too_small, "workspace has ", free, " free bytes: ", size.bytes, " are needed");
   }
 
   [[nodiscard]] std::size_t capacity() const noexcept { return capacity_; }

@@ -119,6 +119,7 @@ class ContinualFps {
   requires std::invocable<TagOf, index_t>
   [[nodiscard]] Status prefill(index_t count, Load&& load, TagOf&& tag_of, Workspace& work) {
     if (count < 0) return detail::invalid("count = ", count, ": must not be negative");
+    if (count == 0) return reduce(work);
     if (Status s = work.require(workspace_size(count)); !s) return s;
     const Workspace::Frame frame(work);
     const index_t old_size = size_;

@@ -110,6 +110,9 @@ class AdaKV : public PolicyT {
     if (!policy.scores_by_head())
       return detail::error(StatusCode::unsupported,
                            "policy: scores all heads of a layer together: none can have more than others");
+    if (detail::takes_notes(policy.scorer()))
+      return detail::error(StatusCode::unsupported,
+                           "policy: keys remember what scoring notes (orphan_credit), and plans over all heads note nothing");
     return AdaKV(std::move(policy), options);
   }
 
@@ -140,10 +143,7 @@ class AdaKV : public PolicyT {
     WorkspaceSize size = PolicyT::workspace_size(capacity);
     const WorkspaceSize own = detail::measure([&](Workspace& work) {
       static_cast<void>(work.take<float>(this->shape().kv_heads * capacity));
-      static_cast<void>(work.take<index_t>(this->shape().kv_heads));
-      const std::size_t inner = std::max({this->score_workspace_size(capacity).bytes,
-                                          head_budgets_workspace_size(this->shape().kv_heads, capacity).bytes,
-                                          detail::selection_workspace_size(capacity).bytes});
+      const std::size_t inner = std::max(this->score_workspace_size(capacity).bytes, select_workspace_size(capacity).bytes);
       static_cast<void>(work.take<std::byte>(static_cast<index_t>(inner)));
     });
     return max(size, own);
@@ -156,6 +156,10 @@ class AdaKV : public PolicyT {
     const ScheduleState state = mean_state(cache);
     const index_t target = this->schedule_.target(state);
     if (target >= state.tokens) return this->plan_everything(cache, plan);
+    const index_t heads = this->shape().kv_heads;
+    if (const index_t fixed = all_fixed(cache); fixed > heads * target)
+      return detail::invalid("the budget keeps ", heads * target, " tokens of ", heads, " heads, but ", fixed,
+                             " are protected");
     return plan_to(cache, target, work, plan);
   }
   template <CacheReader Cache, class ExecutorT>
@@ -164,7 +168,8 @@ class AdaKV : public PolicyT {
     if (works.empty()) return detail::invalid("works is empty: there must be one for each worker");
     return plan(cache, works[0], out);
   }
-  /// What to keep so that the heads together lose `count` tokens a head, whatever the schedule says.
+  /// What to keep so that the heads together lose `count` tokens a head, whatever the schedule says; `plan.shortfall()` tells
+  /// how many fewer it is where more are protected.
   template <CacheReader Cache>
   requires(detail::is_ragged<Cache>()) [[nodiscard]] Status
       plan_free(const Cache& cache, index_t count, Workspace& work, KeepPlan& plan) const {
@@ -172,7 +177,13 @@ class AdaKV : public PolicyT {
     if (count < 0) return detail::invalid("count = ", count, ": must not be negative");
     const index_t tokens = mean_state(cache).tokens;
     if (count == 0) return this->plan_everything(cache, plan);
-    return plan_to(cache, count < tokens ? tokens - count : std::min<index_t>(1, tokens), work, plan);
+    const index_t keep = count < tokens ? tokens - count : std::min<index_t>(1, tokens);
+    if (Status s = plan_to(cache, keep, work, plan); !s) return s;
+    const index_t heads = this->shape().kv_heads;
+    index_t missing = heads * count;
+    for (index_t h = 0; h < heads; ++h) missing -= plan.num_evicted(h);
+    plan.report((std::max<index_t>(0, missing) + heads - 1) / heads, plan.num_non_finite());
+    return {};
   }
 
   /// The plan by these scores that keeps `keep` tokens of each head on average. Changes nothing but `plan`.
@@ -181,6 +192,7 @@ class AdaKV : public PolicyT {
       select(const Cache& cache, ScoreMatrix scores, Workspace& work, KeepPlan& plan, index_t keep) const {
     if (Status s = this->check_scores(cache, scores, false); !s) return s;
     if (keep < 0) return detail::invalid("keep = ", keep, ": must not be negative");
+    if (Status s = work.require(select_workspace_size(cache.num_tokens())); !s) return s;
     const Workspace::Frame frame(work);
     const index_t heads = this->shape().kv_heads;
     const std::span<const Range> ranges = this->rules_.protected_ranges();
@@ -209,10 +221,27 @@ class AdaKV : public PolicyT {
  private:
   AdaKV(PolicyT policy, const AdaKVOptions& options) : PolicyT(std::move(policy)), options_(options) {}
 
+  [[nodiscard]] WorkspaceSize select_workspace_size(index_t tokens) const {
+    return detail::measure([&](Workspace& work) {
+      static_cast<void>(work.take<index_t>(this->shape().kv_heads));
+      const std::size_t inner = std::max(head_budgets_workspace_size(this->shape().kv_heads, tokens).bytes,
+                                         detail::selection_workspace_size(tokens).bytes);
+      static_cast<void>(work.take<std::byte>(static_cast<index_t>(inner)));
+    });
+  }
+
   template <CacheReader Cache>
   [[nodiscard]] index_t fixed_of(const Cache& cache, index_t head) const {
     const Range candidates = this->candidates_of(cache, head);
     return detail::tokens_of(cache, head) - detail::num_open(cache, head, candidates, this->rules_.protected_ranges());
+  }
+
+  /// Protected tokens of all heads.
+  template <CacheReader Cache>
+  [[nodiscard]] index_t all_fixed(const Cache& cache) const {
+    index_t fixed = 0;
+    for (index_t h = 0; h < this->shape().kv_heads; ++h) fixed += fixed_of(cache, h);
+    return fixed;
   }
 
   /// Of a head as long as all are on average.
@@ -230,10 +259,6 @@ class AdaKV : public PolicyT {
   [[nodiscard]] Status plan_to(const Cache& cache, index_t keep, Workspace& work, KeepPlan& plan) const {
     const index_t tokens = cache.num_tokens();
     const index_t heads = this->shape().kv_heads;
-    index_t fixed = 0;
-    for (index_t h = 0; h < heads; ++h) fixed += fixed_of(cache, h);
-    if (fixed > heads * keep)
-      return detail::invalid("the budget keeps ", heads * keep, " tokens of ", heads, " heads, but ", fixed, " are protected");
     if (Status s = work.require(workspace_size(tokens)); !s) return s;
     const Workspace::Frame frame(work);
     const ScoreMatrix scores{work.take<float>(heads * tokens).data(), heads, tokens};

@@ -91,7 +91,8 @@ class BeaconQueries {
   /// After an eviction: beacons and waiting queries go down to `n_beacon`, to the very rows that `write_rows` showed.
   [[nodiscard]] Status commit() { return pool_size() > n_beacon_ ? merge(num_waiting()) : Status{}; }
 
-  /// The pool of a head: its beacons, and queries that wait to be sampled, in time order. All heads have equally many, up to
+  /// The pool of a head: its beacons, and queries that wait to be sampled, in the order in which they entered (time order, but
+  /// that recent queries of before a second prompt enter behind it). All heads have equally many, up to
   /// `n_beacon + n_recent_queries - 1`.
   [[nodiscard]] index_t pool_size() const noexcept { return beacons_.empty() ? 0 : beacons_[0].size() + num_waiting(); }
   [[nodiscard]] const float* pool_row(index_t head, index_t i) const noexcept {
@@ -113,7 +114,7 @@ class BeaconQueries {
   [[nodiscard]] index_t max_rows() const noexcept { return n_beacon_ + n_recent_; }
 
   /// Beacons rotated to `now`, recent queries to their own positions. Where the beacons were observed goes to `tags`
-  /// `[query_heads][num_beacons()]`, ascending, unless that is null.
+  /// `[query_heads][num_beacons()]`, in the order of the pool, unless that is null.
   [[nodiscard]] Status write_rows(const RopeTable* rope, position_t now, float* out, position_t* positions, Workspace& work,
                                   position_t* tags = nullptr) const {
     BEACONKV_ASSERT(rope != nullptr);

@@ -23,6 +23,9 @@ namespace beaconkv::inline v0 {
 /// carried, the beacon that reaches it becomes the owner. The credit is the larger of both, the score the larger of `r` and the
 /// credit, pooled where the attention pools. Credits change only in `commit`, by what scoring noted.
 ///
+/// Keys are known by their slots: an engine that takes observed tokens back by itself (`truncate`) and writes others leaves
+/// these the credits of those. `Sequence` never does.
+///
 /// Scores that are formed through a const policy are the same, but note nothing: a plan made of them, or by hand, moves credits
 /// along with their keys and changes none.
 class BeaconScorer {
@@ -143,11 +146,9 @@ class BeaconScorer {
     for (index_t g = 0; g < group; ++g) {
       const std::span<const position_t> of_head =
           now.subspan(static_cast<std::size_t>(g * beacons), static_cast<std::size_t>(beacons));
-      std::size_t i = 0;  // both ascend
       for (index_t r = 0; r < held.beacons; ++r) {
         const position_t tag = held.tags[static_cast<std::size_t>(g * held.beacons + r)];
-        while (i < of_head.size() && of_head[i] < tag) ++i;
-        left[static_cast<std::size_t>(g * held.rows + r)] = i < of_head.size() && of_head[i] == tag ? 0 : 1;
+        left[static_cast<std::size_t>(g * held.rows + r)] = std::find(of_head.begin(), of_head.end(), tag) == of_head.end();
       }
     }
   }

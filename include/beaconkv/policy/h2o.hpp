@@ -73,6 +73,10 @@ class AccumulatedAttentionScorer {
     if (held_ > out.tokens || out.heads * room_ > static_cast<index_t>(carried_.size()))
       return detail::error(StatusCode::out_of_order, "cache holds ", out.tokens, " tokens: there are sums of ", held_,
                            ", which were made for another");
+    if (detail::keeps_one_set<Cache>() && options_.over_queries == Reduce::max && out.heads > 1)
+      return detail::error(
+          StatusCode::unsupported,
+          "over_queries = max: what stays takes along one number for all heads, but each has a maximum of its own");
     const Result<ScoreReport> report = attention().score(cache, observations, {0, out.tokens}, out, work);
     if (!report) return report;
     const position_t first = observations.rows > 0 ? observations.positions[0] : 0;
@@ -103,11 +107,11 @@ class AccumulatedAttentionScorer {
   /// `capacity` and than ever before.
   void commit(const KeepPlan& plan, const Shape& shape) {
     held_ = plan.num_kept(0);
-    if (held_ > room_) {
-      room_ = held_;
-      carried_.resize(static_cast<std::size_t>(shape.kv_heads * room_));
-    }
-    for (index_t h = 0; h < shape.kv_heads; ++h)
+    for (index_t h = 1; h < shape.kv_heads; ++h)
+      if (plan.num_kept(h) != held_) held_ = 0;  // made by hand
+    room_ = std::max(room_, held_);
+    carried_.resize(static_cast<std::size_t>(shape.kv_heads * room_));
+    for (index_t h = 0; h < shape.kv_heads && held_ > 0; ++h)
       std::copy(plan.kept_scores(h).begin(), plan.kept_scores(h).end(), carried_.begin() + h * room_);
   }
   [[nodiscard]] std::size_t state_bytes() const noexcept { return carried_.size() * sizeof(float); }

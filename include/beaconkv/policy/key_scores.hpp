@@ -41,6 +41,8 @@ void for_each_tile(const Read& read, Range range, index_t dim, std::span<float> 
 
 /// Short keys stay: minus the length of the key.
 struct KnormScorer {
+  static constexpr bool reads_keys = true;
+
   [[nodiscard]] Status validate(const Shape&) const { return {}; }
 
   template <CacheReader Cache>
@@ -71,6 +73,8 @@ struct KnormScorer {
 /// Keys that point elsewhere than the others stay: minus the cosine of the key with the mean of all unit keys of its head,
 /// protected ones included. A key of zeros scores 0.
 struct KeyDiffScorer {
+  static constexpr bool reads_keys = true;
+
   [[nodiscard]] Status validate(const Shape&) const { return {}; }
 
   template <CacheReader Cache>
@@ -100,6 +104,8 @@ struct KeyDiffScorer {
 /// A channel whose next partition is constant adds nothing (the published code divides by 0). A token with a NaN or infinity in
 /// key or value scores NaN and scales no one.
 struct LagKVScorer {
+  static constexpr bool reads_keys = true;
+
   index_t lag = 128;
   /// False: the score is the rank within the partition, over `lag`, so that every partition keeps as many. True: the number
   /// itself.

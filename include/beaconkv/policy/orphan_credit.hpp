@@ -18,9 +18,11 @@ namespace beaconkv::inline v0::detail {
 
 /// For each cached key and KV head: a credit, and who gave it, the number of a row among those of its head's group.
 ///
-/// A beacon that has left its bank never comes back, so it is enough to know whether the beacon that a key has its credit from
-/// at the last eviction is still there: positions tell beacons of a query head apart, and each eviction compares two short
-/// ascending lists of them. After it every credit belongs to a beacon of its bank, or to none that is left (`orphan`).
+/// A beacon that has left its bank does not come back, so it is enough to know whether the beacon that a key has its credit
+/// from at the last eviction is still there: positions tell beacons of a query head apart, and each eviction compares two short
+/// lists of them. After it every credit belongs to a beacon of its bank, or to none that is left (`orphan`). (An eviction in
+/// slices scores with the beacons of its first moment and samples in its last: one that was passed over in between may be a
+/// beacon once more, and its keys stay orphans until one looks at them as much.)
 ///
 /// There are two of everything. Scoring writes `noted`; the `commit` of the plan that was made of these scores lets it take the
 /// place of what there was, for the slots that stay. A scoring that no commit follows leaves no trace. Slots below `first` (the

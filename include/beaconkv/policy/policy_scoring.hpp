@@ -43,6 +43,12 @@ concept ShowsTags = requires(const ObserverT& observer, const RopeTable* rope, p
 };
 
 template <class Scorer>
+[[nodiscard]] constexpr bool reads_keys() {
+  if constexpr (requires { Scorer::reads_keys; }) return Scorer::reads_keys;
+  return false;
+}
+
+template <class Scorer>
 [[nodiscard]] bool takes_notes(const Scorer& scorer) {
   if constexpr (NoteTaker<Scorer>) return scorer.takes_notes();
   static_cast<void>(scorer);
@@ -242,7 +248,7 @@ class PolicyScoring : public PolicyState<ObserverT, ScorerT, ScheduleT> {
   [[nodiscard]] Status check_cache(const Cache& cache) const {
     if (cache.num_kv_heads() != shape_.kv_heads)
       return detail::invalid("cache has ", cache.num_kv_heads(), " KV heads: shape.kv_heads = ", shape_.kv_heads);
-    if (ObserverT::needs_queries && cache.key_dim() != shape_.head_dim)
+    if ((ObserverT::needs_queries || detail::reads_keys<ScorerT>()) && cache.key_dim() != shape_.head_dim)
       return detail::invalid("cache has keys of ", cache.key_dim(), ": shape.head_dim = ", shape_.head_dim);
     return {};
   }

@@ -112,7 +112,7 @@ class QueryMoments {
     archive.array("products of queries", std::span(products_));
     if constexpr (Archive::loading)
       for (const index_t n : count_)
-        if (n < 0) archive.fail(detail::error(StatusCode::damaged, "saved state: ", n, " queries"));
+        if (n < 0 || n > index_t{1} << 53) archive.fail(detail::error(StatusCode::damaged, "saved state: ", n, " queries"));
   }
 
  private:

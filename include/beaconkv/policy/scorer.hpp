@@ -40,6 +40,7 @@ struct ScoreMatrix {
 /// * optional `score` that is not const, beside the const one: notes what `commit` will need, where `takes_notes()`. Comes with
 ///   `reserve(shape, rows, slots)`, called before each scoring, and `noted(epoch)`, called behind it. Its observations have
 ///   tags.
+/// * optional `reads_keys = true`: keys must be as wide as the shape says even where the observer remembers no queries.
 /// * optional `scores_every_slot = true`: `out` is written for all slots, and `plan.kept_scores` has those of protected ones,
 /// too.
 template <class S, class Cache>

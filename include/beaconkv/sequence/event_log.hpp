@@ -22,7 +22,7 @@ struct LoggedToken {
 
 /// The positions of the queries that a query head scored with.
 struct QueryOrigins {
-  std::vector<position_t> beacons{};  ///< ascending
+  std::vector<position_t> beacons{};  ///< in the order in which they became old enough
   std::vector<position_t> recent{};   ///< ascending; the newest twice where the policy counts it twice
 };
 
@@ -77,13 +77,14 @@ namespace detail {
 /// `recent_position`, and by `pool_size` and `pool_position` once `commit` has sampled the pool; others have no origins.
 template <class PolicyT>
 [[nodiscard]] std::vector<QueryOrigins> origins_of(const PolicyT& policy) {
-  auto observer = policy.observer();  // a copy, so that its pool may be sampled now
+  const auto& observer = policy.observer();
+  auto sampled = observer;
   std::vector<QueryOrigins> origins(static_cast<std::size_t>(policy.shape().query_heads));
-  if (!observer.commit().ok()) return origins;
+  if (!sampled.commit().ok()) return origins;
   for (std::size_t h = 0; h < origins.size(); ++h) {
-    if constexpr (requires { observer.pool_position(index_t{}, index_t{}); })
-      for (index_t i = 0; i < observer.pool_size(); ++i)
-        origins[h].beacons.push_back(observer.pool_position(static_cast<index_t>(h), i));
+    if constexpr (requires { sampled.pool_position(index_t{}, index_t{}); })
+      for (index_t i = 0; i < sampled.pool_size(); ++i)
+        origins[h].beacons.push_back(sampled.pool_position(static_cast<index_t>(h), i));
     if constexpr (requires { observer.recent_position(index_t{}); })
       for (index_t i = 0; i < observer.num_recent(); ++i) origins[h].recent.push_back(observer.recent_position(i));
   }
@@ -151,7 +152,10 @@ class LogHandle {
   LogHandle() = default;
   LogHandle(const LogHandle&) noexcept {}
   LogHandle(LogHandle&& other) noexcept = default;
-  LogHandle& operator=(const LogHandle&) noexcept { return *this; }
+  LogHandle& operator=(const LogHandle&) noexcept {
+    forget_slices();
+    return *this;
+  }
   ~LogHandle() = default;
 
   [[nodiscard]] EventLog* get() const noexcept { return log_; }
