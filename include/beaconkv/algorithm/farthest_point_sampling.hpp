@@ -41,7 +41,8 @@ class FpsRun {
         nearness_(work.take<float>(round_up(n, nearness_block))),
         seen_(work.take<std::int32_t>(n)),
         cosines_(work.take<float>(std::min(n, few_rows) * round_up(std::min(n, few_rows), lanes))),
-        sum_(work.take<double>(round_up(dim, double_lanes))) {}
+        sum_(work.take<double>(round_up(dim, double_lanes))),
+        mean_(work.take<float>(dim)) {}
 
   /// Picks `count` more rows; their indices, in order of selection, go to `out`. Returns how many: fewer only where no row is
   /// left.
@@ -68,7 +69,7 @@ class FpsRun {
                           .start = start.data(),
                           .num_start = num_start,
                           .picked = out};
-    FirstPick first{.sum = sum_.data()};
+    FirstPick first{.sum = sum_.data(), .mean = mean_.data()};
     detail::run<SumRows<pairing>>(&points, &first);
     std::fill(nearness_.begin() + n, nearness_.end(), chosen_nearness);
     std::fill(seen_.begin(), seen_.begin() + n, 0);
@@ -131,6 +132,7 @@ class FpsRun {
   std::span<std::int32_t> seen_;
   std::span<float> cosines_;  // of few rows; taken for many, too: a workspace serves every smaller sampling
   std::span<double> sum_;
+  std::span<float> mean_;
 };
 
 }  // namespace detail

@@ -30,6 +30,7 @@ struct FarthestPoints {
 /// Where the first pick is sought from.
 struct FirstPick {
   double* sum = nullptr;  ///< `[dim]`, in whole multiples of 8: of the unit rows, or of the rows
+  float* mean = nullptr;  ///< `[dim]`
   double longest = 0;     ///< sum of squares
   index_t finite = 0;     ///< rows
 };
@@ -52,10 +53,12 @@ struct SumRows {
       const float* used[4] = {};  // a row that is not finite would spoil the sum even with weight 0
       double weight[4] = {};
       index_t n = 0;
+      bool usual = pairing == Pairing::product;
       for (index_t r = 0; r < 4 && i + r < f.n; ++r) {
         const float scale = scale_of(squares[r]);
         f.scale[i + r] = pairing == Pairing::product || scale == not_finite_row ? scale : 1.0F;
         if (scale == not_finite_row) continue;
+        usual = usual && scale >= 0;
         ++finite;
         longest = longest > squares[r] ? longest : squares[r];
         used[n] = row[r];
@@ -63,6 +66,10 @@ struct SumRows {
       }
       if (n == 0) continue;
       for (; n < 4; ++n) used[n] = used[0];
+      if (usual) {
+        add_unit_rows<Isa>(total, used, weight, f.dim);
+        continue;
+      }
       for (index_t d = 0; d < f.dim; d += double_lanes) {
         DoubleLanes<Isa> sum;
         DoubleLanes<Isa>::read(sum, total + d);
@@ -77,6 +84,35 @@ struct SumRows {
     first->longest = longest;
     first->finite = finite;
   }
+
+ private:
+  /// Four rows are summed as floats: that rounds less than the nearness that is made of all of them.
+  template <class Isa>
+  BEACONKV_KERNEL void add_unit_rows(double* total, const float* const (&rows)[4], const double (&weight)[4],
+                                     index_t dim) noexcept {
+    for (index_t d = 0; d < dim; d += lanes) {
+      Lanes<Isa> four = {};
+      BEACONKV_UNROLL for (index_t r = 0; r < 4; ++r) {
+        Lanes<Isa> x;
+        if (d + lanes <= dim)
+          Lanes<Isa>::read(x, rows[r] + d);
+        else
+          read_end(x, rows[r] + d, dim - d);
+        BEACONKV_UNROLL for (index_t p = 0; p < x.count; ++p) four.part[p] =
+            four.part[p] + x.part[p] * static_cast<float>(weight[r]);
+      }
+      float sums[std::size_t{lanes}];
+      Lanes<Isa>::write(sums, four);
+      for (index_t k = d; k < d + lanes && k < dim; k += double_lanes) {
+        DoubleLanes<Isa> sum;
+        DoubleLanes<Isa> x;
+        DoubleLanes<Isa>::read(sum, total + k);
+        DoubleLanes<Isa>::read(x, sums + (k - d));
+        DoubleLanes<Isa>::add(sum, x);
+        DoubleLanes<Isa>::write(total + k, sum);
+      }
+    }
+  }
 };
 
 /// `nearness[i] = ` the mean nearness of row `i` to all, up to a term that is equal for all rows.
@@ -84,47 +120,56 @@ template <Pairing pairing>
 struct MeanNearness {
   template <class Isa>
   BEACONKV_KERNEL void run(const FarthestPoints* points, const FirstPick* first) noexcept {
+    constexpr index_t height = Isa::width == 4 ? 2 : 4;
     const FarthestPoints f = *points;
-    double* const mean = first->sum;
     const double n = static_cast<double>(std::max<index_t>(first->finite, 1));
-    for (index_t d = 0; d < f.dim; ++d) mean[d] /= n;
-    const double unit = f.unit;
-    for (index_t i = 0; i < f.n; i += 4) {
-      const float* row[4];
-      DoubleLanes<Isa> sum[4] = {};
-      for (index_t r = 0; r < 4; ++r) row[r] = f.row(std::min(i + r, f.n - 1));
-      for (index_t d = 0; d < f.dim; d += double_lanes) {
-        DoubleLanes<Isa> y;
-        DoubleLanes<Isa>::read(y, mean + d);
-        BEACONKV_UNROLL for (index_t r = 0; r < 4; ++r) {
-          DoubleLanes<Isa> x;
-          read_up_to(x, row[r] + d, f.dim - d);
-          BEACONKV_UNROLL for (index_t p = 0; p < x.count; ++p) {
-            if constexpr (pairing == Pairing::product) {
-              sum[r].part[p] = sum[r].part[p] + x.part[p] * y.part[p];
-            } else {
-              const typename Isa::Doubles gap = x.part[p] * unit - y.part[p] * unit;
-              sum[r].part[p] = sum[r].part[p] + gap * gap;
-            }
-          }
-        }
-      }
-      for (index_t r = 0; r < 4 && i + r < f.n; ++r) {
-        double value = DoubleLanes<Isa>::sum(sum[r]);
+    for (index_t d = 0; d < f.dim; ++d) {
+      first->sum[d] /= n;
+      first->mean[d] = static_cast<float>(first->sum[d]);
+    }
+    const float* const mean[1] = {first->mean};
+    for (index_t i = 0; i < f.n; i += height) {
+      const float* row[std::size_t{height}];
+      float dots[std::size_t{height}];
+      for (index_t r = 0; r < height; ++r) row[r] = f.row(std::min(i + r, f.n - 1));
+      if constexpr (pairing == Pairing::product) tile<pairing, Isa, height, 1>(dots, row, mean, f.dim);
+      for (index_t r = 0; r < height && i + r < f.n; ++r) {
         const float scale = f.scale[i + r];
-        if constexpr (pairing == Pairing::square_of_difference) {
-          value = -value;
-        } else if (scale == unusual_row) {
-          double squares = 0;
-          const float* const rows[1] = {row[r]};
-          squares_of<Isa, 1>(&squares, rows, f.dim);
-          value /= std::sqrt(squares);
-        } else {
-          value *= static_cast<double>(scale);
-        }
-        f.nearness[i + r] = scale == not_finite_row ? not_finite_nearness : static_cast<float>(value);
+        if (scale == not_finite_row)
+          f.nearness[i + r] = not_finite_nearness;
+        else if (pairing == Pairing::product && scale >= 0)
+          f.nearness[i + r] = dots[r] * scale;
+        else
+          f.nearness[i + r] = in_double<Isa>(row[r], first->sum, f.dim, f.unit);
       }
     }
+  }
+
+ private:
+  /// For a finite row of any length.
+  template <class Isa>
+  BEACONKV_KERNEL float in_double(const float* row, const double* mean, index_t dim, double unit) noexcept {
+    DoubleLanes<Isa> sum = {};
+    for (index_t d = 0; d < dim; d += double_lanes) {
+      DoubleLanes<Isa> x;
+      DoubleLanes<Isa> y;
+      read_up_to(x, row + d, dim - d);
+      DoubleLanes<Isa>::read(y, mean + d);
+      BEACONKV_UNROLL for (index_t p = 0; p < x.count; ++p) {
+        if constexpr (pairing == Pairing::product) {
+          sum.part[p] = sum.part[p] + x.part[p] * y.part[p];
+        } else {
+          const typename Isa::Doubles gap = x.part[p] * unit - y.part[p] * unit;
+          sum.part[p] = sum.part[p] + gap * gap;
+        }
+      }
+    }
+    const double value = DoubleLanes<Isa>::sum(sum);
+    if constexpr (pairing == Pairing::square_of_difference) return static_cast<float>(-value);
+    double squares = 0;
+    const float* const rows[1] = {row};
+    squares_of<Isa, 1>(&squares, rows, dim);
+    return static_cast<float>(value / std::sqrt(squares));
   }
 };
 
