@@ -95,16 +95,38 @@ BEACONKV_KERNEL void read_up_to(DoubleLanes<Isa>& x, const float* from, index_t 
   DoubleLanes<Isa>::read(x, padded);
 }
 
-/// `out[i] = ` the sum of the squares of `rows[i]`; NaN or infinity where the row holds one, and only there.
+/// The same as `squares_of`, in double from the beginning.
+template <class Isa>
+BEACONKV_KERNEL double squares_in_double(const float* row, index_t dim) noexcept {
+  DoubleLanes<Isa> sum = {};
+  for (index_t d = 0; d < dim; d += double_lanes) {
+    DoubleLanes<Isa> x;
+    read_up_to(x, row + d, dim - d);
+    DoubleLanes<Isa>::add_product(sum, x, x);
+  }
+  return DoubleLanes<Isa>::sum(sum);
+}
+
+/// `out[i] = ` the sum of the squares of `rows[i]`; NaN or infinity where the row holds one, and only there. In floats where
+/// these neither overflow nor vanish.
 template <class Isa, index_t n>
 BEACONKV_KERNEL void squares_of(double* out, const float* const (&rows)[std::size_t{n}], index_t dim) noexcept {
-  DoubleLanes<Isa> sum[std::size_t{n}] = {};
-  for (index_t d = 0; d < dim; d += double_lanes) BEACONKV_UNROLL for (index_t i = 0; i < n; ++i) {
-      DoubleLanes<Isa> x;
-      read_up_to(x, rows[i] + d, dim - d);
+  Lanes<Isa> sum[std::size_t{n}] = {};
+  for (index_t d = 0; d < dim; d += lanes) BEACONKV_UNROLL for (index_t i = 0; i < n; ++i) {
+      Lanes<Isa> x;
+      if (d + lanes <= dim)
+        Lanes<Isa>::read(x, rows[i] + d);
+      else
+        read_end(x, rows[i] + d, dim - d);
       BEACONKV_UNROLL for (index_t p = 0; p < x.count; ++p) sum[i].part[p] = sum[i].part[p] + x.part[p] * x.part[p];
     }
-  BEACONKV_UNROLL for (index_t i = 0; i < n; ++i) out[i] = DoubleLanes<Isa>::sum(sum[i]);
+  float squares[std::size_t{n}];
+  sums_of<n, Isa>(squares, sum);
+  for (index_t i = 0; i < n; ++i) {
+    const auto exponent = static_cast<std::int32_t>(std::bit_cast<std::uint32_t>(squares[i]) >> 23) & 0xFF;
+    const bool usual = exponent > 127 - 80 && exponent < 127 + 80;
+    out[i] = usual ? static_cast<double>(squares[i]) : squares_in_double<Isa>(rows[i], dim);
+  }
 }
 
 // A row stands for its direction; what turns dot products into cosines is one number a row, its scale: 1 / length, 0 for a row
