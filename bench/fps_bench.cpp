@@ -101,6 +101,7 @@ void incremental(benchmark::State& state) {
   std::vector<float> nearness(static_cast<std::size_t>(round_up(n, nearness_block)), chosen_nearness);
   std::vector<std::int32_t> seen(static_cast<std::size_t>(n));
   std::vector<double> sum(dim);
+  std::vector<float> mean(dim);
   std::vector<slot_t> picked(static_cast<std::size_t>(state.range(1)));
   for (auto _ : state) {
     FarthestPoints points{.rows = inputs.take().data,
@@ -111,7 +112,7 @@ void incremental(benchmark::State& state) {
                           .nearness = nearness.data(),
                           .seen = seen.data(),
                           .picked = picked.data()};
-    FirstPick first{.sum = sum.data()};
+    FirstPick first{.sum = sum.data(), .mean = mean.data()};
     detail::run<SumRows<Pairing::product>>(&points, &first);
     detail::run<MeanNearness<Pairing::product>>(&points, &first);
     for (slot_t& pick : picked) {
