@@ -152,8 +152,8 @@ class LogHandle {
   LogHandle() = default;
   LogHandle(const LogHandle&) noexcept {}
   LogHandle(LogHandle&& other) noexcept = default;
-  LogHandle& operator=(const LogHandle&) noexcept {
-    forget_slices();
+  LogHandle& operator=(const LogHandle& other) noexcept {
+    if (this != &other) forget_slices();
     return *this;
   }
   ~LogHandle() = default;
