@@ -10,7 +10,7 @@
 #include <set>
 #include <utility>
 
-#include "engine/json_file.hpp"
+#include "policy_lab/json_reader.hpp"
 
 namespace beaconkv::lab {
 namespace {
@@ -38,46 +38,11 @@ constexpr int format_version = 1;
   return {{"positions", std::move(positions)}, {"scores", std::move(scores)}};
 }
 
-/// Takes a line apart and remembers the first thing that is wrong with it.
-class Reader {
+/// Takes a line of an event log apart.
+class Reader : public JsonReader {
  public:
-  explicit Reader(std::string where) : where_(std::move(where)) {}
+  using JsonReader::JsonReader;
 
-  [[nodiscard]] const Status& status() const noexcept { return status_; }
-
-  /// An object with just these keys.
-  [[nodiscard]] bool has_keys(const json& value, const std::string& name, std::initializer_list<const char*> keys) {
-    if (!value.is_object()) return fail(name, " = ", engine::shown(value), ": must be an object");
-    for (const char* key : keys)
-      if (!value.contains(key)) return fail(name, " has no '", key, "'");
-    for (const auto& item : value.items())
-      if (std::find(keys.begin(), keys.end(), item.key()) == keys.end())
-        return fail(name, " has the key ", engine::shown(item.key()), ", which is not known");
-    return true;
-  }
-  [[nodiscard]] bool is_list(const json& value, const std::string& name) {
-    return value.is_array() || fail(name, " = ", engine::shown(value), ": must be a list");
-  }
-  /// A whole number from 0.
-  template <class N>
-  [[nodiscard]] bool read_count(const json& value, const std::string& name, N& out) {
-    constexpr auto most = static_cast<std::uint64_t>(std::numeric_limits<N>::max());
-    if (!value.is_number_unsigned() || value.get<std::uint64_t>() > most)
-      return fail(name, " = ", engine::shown(value), ": must be a whole number, not negative");
-    out = static_cast<N>(value.get<std::uint64_t>());
-    return true;
-  }
-  [[nodiscard]] bool read_text(const json& value, const std::string& name, std::string& out) {
-    if (!value.is_string()) return fail(name, " = ", engine::shown(value), ": must be a text");
-    out = value.get<std::string>();
-    return true;
-  }
-  [[nodiscard]] bool read_seconds(const json& value, const std::string& name, double& out) {
-    if (!value.is_number() || value.get<double>() < 0)
-      return fail(name, " = ", engine::shown(value), ": must be a number, not negative");
-    out = value.get<double>();
-    return true;
-  }
   /// Ascending; the same one twice where `may_repeat`.
   [[nodiscard]] bool read_positions(const json& value, const std::string& name, bool may_repeat, std::vector<position_t>& out) {
     if (!is_list(value, name)) return false;
@@ -126,11 +91,6 @@ class Reader {
     }
     return true;
   }
-  template <class... Parts>
-  bool fail(const Parts&... parts) {
-    if (status_.ok()) status_ = detail::error(StatusCode::damaged, where_, ": ", parts...);
-    return false;
-  }
 
  private:
   [[nodiscard]] bool read_score(const json& value, const std::string& name, std::optional<float>& out) {
@@ -148,9 +108,6 @@ class Reader {
     out = value.get<float>();
     return true;
   }
-
-  std::string where_;
-  Status status_;
 };
 
 /// A run's first line: what ran, and how many evictions follow.
@@ -199,7 +156,7 @@ Result<EvictionEvent> parse_event(std::string_view line, const std::string& wher
   const json& v = *value;
   if (!reader.has_keys(v, "the eviction", {"step", "layer", "seconds", "bytes_freed", "heads"}) ||
       !reader.read_count(v["step"], "step", event.step) || !reader.read_count(v["layer"], "layer", event.layer) ||
-      !reader.read_seconds(v["seconds"], "seconds", event.seconds) ||
+      !reader.read_amount(v["seconds"], "seconds", event.seconds) ||
       !reader.read_count(v["bytes_freed"], "bytes_freed", event.bytes_freed) || !reader.is_list(v["heads"], "heads"))
     return reader.status();
   for (const json& head : v["heads"]) {

@@ -111,6 +111,7 @@ int main(int argc, char** argv) {
                 "Each policy with its paper's trigger, protection and growth instead of one rule for all");
   run->add_flag("--no-compare", fast, "Without the shadow full cache: no KL, no attention mass, half the time");
   run->add_option("--csv", options.csv, "Write the table here, too");
+  run->add_option("--results", options.results, "Write each policy's result on each problem here, as JSON lines");
   run->add_option("--plot", options.plot,
                   "Draw exact answers and the policies' share of decoding over the budget as PNG (needs gnuplot)");
   add_setting(*run, options, "budget_min", "Tokens left after an eviction (default 7/8 of the budget)");

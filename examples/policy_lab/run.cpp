@@ -14,6 +14,7 @@
 
 #include "beaconkv/policy/schedule.hpp"
 #include "policy_lab/evaluation.hpp"
+#include "policy_lab/results.hpp"
 #include "policy_lab/table.hpp"
 
 namespace beaconkv::lab {
@@ -128,8 +129,9 @@ struct Job {
   return jobs;
 }
 
-[[nodiscard]] Row row_of_full(const std::vector<Problem>& problems, const std::vector<FullText>& texts,
-                              const std::vector<int>& eos, std::size_t bytes_per_token) {
+/// The full cache as if it were a policy.
+[[nodiscard]] std::vector<Outcome> outcomes_of_full(const std::vector<Problem>& problems, const std::vector<FullText>& texts,
+                                                    const std::vector<int>& eos, std::size_t bytes_per_token) {
   std::vector<Outcome> outcomes;
   for (std::size_t i = 0; i < problems.size(); ++i) {
     Outcome o;
@@ -139,7 +141,7 @@ struct Job {
     o.peak_kv_bytes = (problems[i].prompt.size() + texts[i].tokens.size() - 1) * bytes_per_token;
     outcomes.push_back(std::move(o));
   }
-  return summarise(problems, outcomes, true);
+  return outcomes;
 }
 
 /// Every row's speed against `rpc` at the same budget, as far as that has a row.
@@ -226,6 +228,8 @@ Status run(const RunOptions& given) {
 
   if (!options.csv.empty())  // better now than after the first row
     if (Status s = write_csv(options.csv, {}); !s) return s;
+  if (!options.results.empty())
+    if (Status s = write_results(options.results, {}); !s) return detail::invalid("--results = ", s.message());
   if (!options.plot.empty())
     if (Status s = check_gnuplot(); !s) return s;
 
@@ -253,21 +257,27 @@ Status run(const RunOptions& given) {
   const index_t last = options.repeats - 1;
   if (Status s = write_texts(*model, problems, how, options, last, texts); !s) return s;
   std::vector<Row> rows;
+  std::vector<ProblemResult> results;
   for (Job& job : *jobs) {
     if (job.budget == 0) {
       const auto bytes =
           static_cast<std::size_t>(2 * model->layers() * model->shape().kv_heads * model->shape().head_dim) * sizeof(float);
-      rows.push_back(row_of_full(problems, texts, eos, bytes));
+      job.outcomes = outcomes_of_full(problems, texts, eos, bytes);
     } else {
       if (Status s = run_job(job, *model, problems, texts, how, options, request, last); !s) return s;
-      rows.push_back(summarise(problems, job.outcomes, options.compare));
     }
+    const bool compared = job.budget == 0 || options.compare;
+    rows.push_back(summarise(problems, job.outcomes, compared));
     name(rows.back(), job);
     compare_with_rpc(rows, *jobs);
     std::printf("%s\n", table_line(rows.back(), width).c_str());
     std::fflush(stdout);
     if (!options.csv.empty())
       if (Status s = write_csv(options.csv, rows); !s) return s;
+    if (options.results.empty()) continue;
+    for (std::size_t i = 0; i < problems.size(); ++i)
+      results.push_back(result_of(job.spec.text, job.budget, problems[i], job.outcomes[i], compared));
+    if (Status s = write_results(options.results, results); !s) return detail::invalid("--results = ", s.message());
   }
   if (!options.plot.empty()) return write_plot(options.plot, rows);
   return {};

@@ -28,6 +28,7 @@ struct RunOptions {
   bool compare = true;
   std::map<std::string, std::string> settings{};  ///< for every policy that has them
   std::filesystem::path csv{};
+  std::filesystem::path results{};  ///< where to write what each policy did on each problem (`results.hpp`)
   std::filesystem::path plot{};
 };
 
