@@ -75,8 +75,8 @@ struct Table {
     }
     body.append(element("tr", "", cells)).append("\n");
   }
-  return joined({"<div class=\"box\" tabindex=\"0\"><table><thead><tr>", head, "</tr></thead><tbody>\n", body,
-                 "</tbody></table></div>\n"});
+  return joined({"<div class=\"box\" role=\"region\" aria-label=\"Table\" tabindex=\"0\"><table><thead><tr>", head,
+                 "</tr></thead><tbody>\n", body, "</tbody></table></div>\n"});
 }
 
 /// The numbers beside a plot.

@@ -53,13 +53,24 @@ namespace {
     if (!read) return detail::error(read.status().code(), "--results = ", file.string(), ": ", read.status().message());
     if (read->empty()) return detail::invalid("--results = ", file.string(), ": has no results");
     for (ProblemResult& r : *read) {
-      if (!seen.emplace(r.policy, r.budget, r.problem).second)
+      const bool is_new = seen.emplace(r.policy, r.budget, r.problem).second;
+      if (!is_new && r.policy == "full") continue;  // every run has it
+      if (!is_new)
         return detail::invalid("--results = ", file.string(), ": ", r.policy, " at ", r.budget, " on problem '", r.problem,
                                "' is in another file, too");
       all.push_back(std::move(r));
     }
   }
   return all;
+}
+
+/// Results of other problems than those given would be a table of nobody knows what.
+[[nodiscard]] Status check_problems(const std::vector<ProblemResult>& results, const std::vector<Problem>& problems) {
+  std::set<std::string> ids;
+  for (const Problem& problem : problems) ids.insert(problem.id);
+  for (const ProblemResult& r : results)
+    if (!ids.contains(r.problem)) return detail::invalid("--results: problem '", r.problem, "' is not among --prompts");
+  return {};
 }
 
 /// Makes each policy once, so that what cannot work is known before anything runs.
@@ -131,6 +142,7 @@ Status report(const ReportOptions& options) {
   if (!model) return detail::invalid("--model = ", options.model.string(), ": ", model.status().message());
   Result<std::vector<Problem>> loaded = load_problems(options.prompts, options.model, model->vocab_size());
   if (!loaded) return loaded.status();
+  if (Status s = check_problems(*results, *loaded); !s) return s;
   const Result<std::vector<Problem>> problems = choose(*loaded, options);
   if (!problems) return problems.status();
   std::vector<index_t> tried{options.budget};

@@ -89,40 +89,46 @@ constexpr std::size_t most_labels = 20;
   for (const std::string& policy : order) {
     const std::string style = style_of(data, policy);
     const auto number = std::find(data.policies.begin(), data.policies.end(), policy) - data.policies.begin();
-    const double shift = style == "grey" ? 0 : 4 * (static_cast<double>(number) - (own - 1) / 2);
+    const double shift = style == "grey" ? 0 : 3 * (static_cast<double>(number) - (own - 1) / 2);
     std::vector<Point> points;
+    bool dashed = false;
     for (const AccuracyRow& row : rows_of(data, policy, level)) {
       const double exact = 100 * row.share();
       if (row.budget == 0) {
-        plot.line({{x.low, exact}, {x.high, exact}}, style, true);
-        points.push_back({x.high, exact});
+        points = {{x.low, exact}, {x.high, exact}};
+        dashed = true;
         break;
       }
-      const Point at{static_cast<double>(row.budget), exact};
-      points.push_back(at);
-      if (style == "grey") continue;
-      plot.whisker(at.x, 100 * row.interval().low, 100 * row.interval().high, style, shift);
-      plot.mark(at, style,
-                joined({policy, " at ", std::to_string(row.budget), ": ", percent(row.share()), " % (",
-                        range_of(row.interval()), "), ", std::to_string(row.right), " of ", std::to_string(row.of)}),
+      points.push_back({static_cast<double>(row.budget), exact});
+      const Interval interval = row.interval();
+      if (style != "grey") plot.whisker(points.back().x, 100 * interval.low, 100 * interval.high, style, shift);
+      plot.mark(points.back(), style,
+                joined({policy, " at ", std::to_string(row.budget), ": ", percent(row.share()), " % (", range_of(interval),
+                        "), ", std::to_string(row.right), " of ", std::to_string(row.of)}),
                 shift);
     }
     if (points.empty()) continue;
-    if (points.size() > 1) plot.line(points, style);
-    if (policies.size() <= most_labels || style != "grey") plot.label(points.back(), policy, style);
+    if (points.size() > 1) plot.line(points, style, dashed, dashed ? 0 : shift);
+    // Labels stand on the right: none for a curve that ends before.
+    const bool ends_there = dashed || points.back().x == static_cast<double>(budgets.back());
+    if (style != "grey" || (ends_there && policies.size() <= most_labels)) plot.label(points.back(), policy, style);
   }
   return plot;
 }
 
-/// The policies of the command line that the results lack.
+/// What the results lack: policies of the command line, or some problems.
 [[nodiscard]] std::string lacking(const ReportData& data) {
   const std::vector<std::string> there = policies_of(data);
   std::string names;
   for (const std::string& policy : data.policies)
     if (std::find(there.begin(), there.end(), policy) == there.end()) names.append(names.empty() ? "" : ",").append(policy);
-  if (names.empty()) return "";
-  return missing(joined({"There are no results of ", names, ". To get them: policy_lab run --policies ", names,
-                         " --results FILE, then --results FILE here, beside the others."}));
+  std::string notes;
+  for (const AccuracyRow& row : data.accuracy)
+    if (notes.empty() && row.of != data.accuracy.front().of)
+      notes = missing("Not all policies were run on the same problems: see the column of problems in the numbers below.");
+  if (names.empty()) return notes;
+  return notes + missing(joined({"There are no results of ", names, ". To get them: policy_lab run --policies ", names,
+                                 " --results FILE, then --results FILE here, beside the others."}));
 }
 
 }  // namespace
@@ -164,20 +170,27 @@ Table accuracy_table(const ReportData& data) {
 }
 
 Table cost_table(const ReportData& data) {
-  Table table{.heads = {"policy", "budget", "problems", "exact, %", "by level", "policy, % of decoding", "state, bytes",
-                        "KV at most, bytes", "KL, nats a token", "regret, %"}};
+  std::set<int> levels;
+  for (const AccuracyRow& row : data.accuracy)
+    for (const auto& entry : row.by_level) levels.insert(entry.first);
+  std::string level_names;
+  for (const int level : levels) level_names.append(level_names.empty() ? "" : "/").append(std::to_string(level));
+  Table table{.heads = {"policy", "budget", "problems", "exact, %", joined({"at level ", level_names}), "policy, % of decoding",
+                        "state, bytes", "KV at most, bytes", "KL, nats a token", "regret, %"}};
   for (const AccuracyRow& row : data.accuracy) {
-    std::string levels;
-    for (const auto& [level, counts] : row.by_level)
-      levels.append(levels.empty() ? "" : ", ")
-          .append(std::to_string(level))
-          .append(": ")
-          .append(fixed(100 * static_cast<double>(counts.first) / static_cast<double>(counts.second), 0));
+    std::string by_level;
+    for (const int level : levels) {
+      const auto counts = row.by_level.find(level);
+      by_level.append(by_level.empty() ? "" : "/")
+          .append(counts == row.by_level.end()
+                      ? "\u2013"
+                      : fixed(100 * static_cast<double>(counts->second.first) / static_cast<double>(counts->second.second), 0));
+    }
     table.rows.push_back({{row.policy},
                           {row.budget > 0 ? std::to_string(row.budget) : "none"},
                           {std::to_string(row.of)},
                           {percent(row.share()), range_of(row.interval())},
-                          {levels},
+                          {by_level},
                           {row.budget > 0 ? percent(row.policy_share) : "0"},
                           {grouped(static_cast<std::int64_t>(row.state_bytes))},
                           {grouped(static_cast<std::int64_t>(row.peak_kv_bytes))},

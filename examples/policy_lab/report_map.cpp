@@ -142,9 +142,8 @@ std::string map_figure(const ReportData& data) {
               "right); below "
               "the thin line is the prompt, which stays. Dots are needs: the full cache gives the position a weight above ",
               coordinate(data.needed), " there, ", std::to_string(data.map_distance),
-              " or more tokens back. <span class=\"dark-dot\">Dark</span>: the policy still has it. <span "
-              "class=\"red-dot\">Red</span>: "
-              "it is gone."});
+              " or more tokens back. <span class=\"met\">\u25cf</span> the policy still has it; <span "
+              "class=\"missed\">\u25cf</span> it is gone."});
   if (data.layers > most_layers || data.shape.kv_heads > most_heads)
     caption.append(joined({" Drawn are the first ", std::to_string(std::min(data.layers, most_layers)), " layers and ",
                            std::to_string(std::min(data.shape.kv_heads, most_heads)), " KV heads; the table has all."}));

@@ -40,7 +40,7 @@ summary{cursor:pointer;color:var(--soft)}
 table{border-collapse:collapse;border-top:1.5px solid var(--ink);border-bottom:1.5px solid var(--ink);font-size:.9rem;line-height:1.35;
 font-variant-numeric:tabular-nums lining-nums}
 th,td{padding:.28rem .7rem;text-align:right;white-space:nowrap;font-weight:400;vertical-align:baseline}
-thead th{border-bottom:1px solid var(--ink);color:var(--soft);vertical-align:bottom}
+thead th{white-space:normal;border-bottom:1px solid var(--ink);color:var(--soft);vertical-align:bottom}
 th:first-child{text-align:left;padding-left:.2rem;position:sticky;left:0;background:var(--paper)}
 tbody tr+tr>*{border-top:1px solid var(--rule)}
 td small{color:var(--soft);font-size:.82em}
@@ -55,13 +55,14 @@ svg.map text{font-size:11px}
 .curve{fill:none;stroke:var(--c);stroke-width:1.9;stroke-linejoin:round}
 .curve.grey{stroke-width:1;opacity:.8}.dashed{stroke-dasharray:5 4;stroke-width:1.3}
 .whisker{stroke:var(--c);stroke-width:1.3;opacity:.65}.leader{stroke:var(--c);stroke-width:.6;opacity:.6;fill:none}
-.dot{fill:var(--c);stroke:var(--paper);stroke-width:.8}.near{fill:transparent}
+.dot{fill:var(--c);stroke:var(--paper);stroke-width:.8}.grey .dot{r:2px}.near{fill:transparent}
 .ground{fill:var(--ground)}.kept{fill:var(--c);opacity:.62}.border{stroke:var(--soft);stroke-width:.6}
 .need,.miss{fill:none;stroke:var(--ink);stroke-width:1.7;stroke-linecap:round;vector-effect:non-scaling-stroke}
 .miss{stroke:var(--miss);stroke-width:2.2}
-.dark-dot,.red-dot{font-weight:700;color:var(--ink)}.red-dot{color:var(--miss)}
+.met{color:var(--ink)}.missed{color:var(--miss)}
 .full{--c:var(--full)}.grey{--c:var(--grey)}
 .c0{--c:var(--c0)}.c1{--c:var(--c1)}.c2{--c:var(--c2)}.c3{--c:var(--c3)}.c4{--c:var(--c4)}.c5{--c:var(--c5)}.c6{--c:var(--c6)}.c7{--c:var(--c7)}
+@media(max-width:40rem){body{padding-top:1.5rem}th:first-child{white-space:normal;overflow-wrap:anywhere;min-width:7rem;max-width:9.5rem}}
 @media print{details{display:block}}
 )css";
 
@@ -95,11 +96,11 @@ svg.map text{font-size:11px}
   std::vector<std::string> files;
   for (const std::string& file : data.files) files.push_back(code(file));
   out.append(files.empty() ? ", measured here" : joined({", read from ", listed(files)}));
-  out.append(joined(
-      {". Regret, latency and kept positions: ", std::to_string(data.problems), data.problems == 1 ? " problem" : " problems",
-       " at a budget of ", std::to_string(data.budget), ", run here on ", escaped(data.date), " with ",
-       escaped(data.instruction_set),
-       " kernels. One rule for all policies: the prompt stays, on top of the budget, and so do the eight newest tokens."}));
+  out.append(joined({". Regret, latency and kept positions: ", std::to_string(data.problems),
+                     data.problems == 1 ? " problem" : " problems", " at a budget of ", std::to_string(data.budget),
+                     ", run here on ", escaped(data.date), " with ", escaped(data.instruction_set),
+                     " kernels. One rule for all policies: the prompt stays, on top of the budget, and so do the eight newest "
+                     "tokens, unless settings say otherwise."}));
   return joined({element("p", "", out), "\n", element("p", " class=\"note\"", code(data.command))});
 }
 

@@ -61,15 +61,14 @@ std::string grouped(std::int64_t value) {
 }
 
 std::string shortened(const std::string& text, std::size_t most) {
-  const auto begins = [](char c) { return (static_cast<unsigned char>(c) & 0xC0U) != 0x80U; };
-  std::size_t characters = 0;
-  std::size_t cut = text.size();  // behind the last that stays where one must go
-  for (std::size_t i = 0; i < text.size(); ++i) {
-    if (!begins(text[i])) continue;
-    if (characters + 1 == most) cut = i;
-    if (++characters > most) return joined({std::string_view(text).substr(0, cut), "\u2026"});
-  }
-  return text;
+  std::vector<std::size_t> begins;  // of characters
+  for (std::size_t i = 0; i < text.size(); ++i)
+    if ((static_cast<unsigned char>(text[i]) & 0xC0U) != 0x80U) begins.push_back(i);
+  if (begins.size() <= most || most == 0) return text;
+  const std::size_t behind = most / 2;
+  const std::string_view all(text);
+  return joined({all.substr(0, begins[most - 1 - behind]), "\u2026",
+                 behind > 0 ? all.substr(begins[begins.size() - behind]) : std::string_view()});
 }
 
 double Axis::along(double value) const {
@@ -93,17 +92,18 @@ std::vector<double> linear_ticks(double low, double high, int most) {
 }
 
 std::vector<double> logarithmic_ticks(double low, double high, std::size_t most) {
-  std::vector<double> all;
-  std::vector<double> powers;
-  if (!(low > 0) || !(high >= low)) return all;
-  for (double exponent = std::floor(std::log10(low)); exponent <= std::ceil(std::log10(high)); ++exponent)
-    for (const double factor : {1.0, 2.0, 5.0}) {
-      const double value = factor * std::pow(10, exponent);
-      if (value < low * (1 - 1e-9) || value > high * (1 + 1e-9)) continue;
-      all.push_back(value);
-      if (factor == 1.0) powers.push_back(value);
-    }
-  return all.size() <= most || powers.size() < 2 ? all : powers;
+  std::vector<double> ticks;
+  if (!(low > 0) || !(high >= low)) return ticks;
+  for (const std::initializer_list<double> factors : {std::initializer_list<double>{1, 2, 3, 5, 7}, {1, 2, 5}, {1}}) {
+    ticks.clear();
+    for (double exponent = std::floor(std::log10(low)); exponent <= std::ceil(std::log10(high)); ++exponent)
+      for (const double factor : factors) {
+        const double value = factor * std::pow(10, exponent);
+        if (value >= low * (1 - 1e-9) && value <= high * (1 + 1e-9)) ticks.push_back(value);
+      }
+    if (ticks.size() <= most) break;
+  }
+  return ticks;
 }
 
 std::vector<double> spread(const std::vector<double>& wanted, double gap, double low, double high) {
@@ -147,11 +147,11 @@ Plot::Plot(Axis x, Axis y, double height, double label_width)
 double Plot::across(double x) const { return left + x_.along(x) * (right_ - left); }
 double Plot::up(double y) const { return height_ - bottom - y_.along(y) * (height_ - bottom - top); }
 
-void Plot::line(const std::vector<Point>& points, std::string_view style, bool dashed) {
+void Plot::line(const std::vector<Point>& points, std::string_view style, bool dashed, double shift) {
   if (points.empty()) return;
   std::string path;
   for (const Point& p : points)
-    path.append(path.empty() ? "M" : "L").append(coordinate(across(p.x))).append(" ").append(coordinate(up(p.y)));
+    path.append(path.empty() ? "M" : "L").append(coordinate(across(p.x) + shift)).append(" ").append(coordinate(up(p.y)));
   curves_.append(joined({"<path class=\"curve ", dashed ? "dashed " : "", style, "\" d=\"", path, "\"/>\n"}));
 }
 
@@ -194,7 +194,7 @@ std::string Plot::svg(std::string_view description) const {
     const double from = across(labels_[i].end.x) + 5;
     out.append(line_between(from, wanted[i], right_ + 14, places[i], joined({"leader ", labels_[i].style})));
     out.append(joined({"<g class=\"", labels_[i].style, "\"><title>", escaped(labels_[i].text), "</title>",
-                       text_at(right_ + 18, places[i] + 4.5, " class=\"label\"", shortened(labels_[i].text, 20)), "</g>\n"}));
+                       text_at(right_ + 18, places[i] + 4.5, " class=\"label\"", shortened(labels_[i].text, 18)), "</g>\n"}));
   }
   return out.append("</svg>\n");
 }

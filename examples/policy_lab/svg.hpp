@@ -18,7 +18,8 @@ namespace beaconkv::lab {
 [[nodiscard]] std::string coordinate(double value);
 /// `277 344`, with thin spaces.
 [[nodiscard]] std::string grouped(std::int64_t value);
-/// At most `most` characters (not bytes) of a UTF-8 text, the last one an ellipsis where some are missing.
+/// At most `most` characters (not bytes) of a UTF-8 text: an ellipsis in the middle where it is longer, since settings differ
+/// at their ends.
 [[nodiscard]] std::string shortened(const std::string& text, std::size_t most);
 
 enum class Scale {
@@ -45,7 +46,8 @@ struct Axis {
 
 /// Round values from `low` to `high`, at most `most + 1`: multiples of 1, 2 or 5 times a power of ten.
 [[nodiscard]] std::vector<double> linear_ticks(double low, double high, int most);
-/// 1, 2 and 5 times powers of ten from `low` to `high` (positive); powers of ten alone where there would be more than `most`.
+/// From `low` to `high` (positive): 1, 2, 3, 5 and 7 times powers of ten; 1, 2 and 5 times where these were more than `most`;
+/// powers of ten where these were.
 [[nodiscard]] std::vector<double> logarithmic_ticks(double low, double high, std::size_t most);
 
 /// Places for labels that want to be at `wanted` (any order), at least `gap` apart and within `low` to `high` as far as there
@@ -66,7 +68,7 @@ class Plot {
   Plot(Axis x, Axis y, double height, double label_width);
 
   /// A curve; `style` is a class.
-  void line(const std::vector<Point>& points, std::string_view style, bool dashed = false);
+  void line(const std::vector<Point>& points, std::string_view style, bool dashed = false, double shift = 0);
   void whisker(double x, double low, double high, std::string_view style, double shift = 0);
   /// A dot; `title` is shown on hover.
   void mark(Point at, std::string_view style, std::string_view title, double shift = 0);
