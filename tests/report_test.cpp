@@ -239,7 +239,7 @@ TEST_CASE("numbers as text", "[report]") {
   CHECK(grouped(-123) == "-123");
   CHECK(grouped(-1234) == "-1\u2009234");
   CHECK(shortened("abcdef", 6) == "abcdef");
-  CHECK(shortened("abcdefg", 6) == "ab\u2026efg");
+  CHECK(shortened("abcdefg", 6) == "abc\u2026fg");
   CHECK(shortened("\u00e4\u00f6\u00fc\u00df", 3) == "\u00e4\u2026\u00df");
   CHECK(shortened("abc", 1) == "\u2026");
 }

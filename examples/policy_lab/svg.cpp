@@ -65,7 +65,7 @@ std::string shortened(const std::string& text, std::size_t most) {
   for (std::size_t i = 0; i < text.size(); ++i)
     if ((static_cast<unsigned char>(text[i]) & 0xC0U) != 0x80U) begins.push_back(i);
   if (begins.size() <= most || most == 0) return text;
-  const std::size_t behind = most / 2;
+  const std::size_t behind = most * 2 / 5;
   const std::string_view all(text);
   return joined({all.substr(0, begins[most - 1 - behind]), "\u2026",
                  behind > 0 ? all.substr(begins[begins.size() - behind]) : std::string_view()});
