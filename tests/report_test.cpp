@@ -92,7 +92,7 @@ const std::filesystem::path prompts_file = model_directory / "prompts.jsonl";
     const std::string tag = html.substr(at + 1, end - at - 1);
     at = end;
     const std::string name = tag.substr(0, tag.find_first_of(" /", 1));
-    if (tag.back() == '/' || name == "!DOCTYPE" || name == "meta") continue;
+    if (tag.back() == '/' || name == "!DOCTYPE" || name == "meta" || name == "wbr") continue;
     if (name[0] != '/') {
       open.push_back(name);
       // Rules of style may hold > and &; they end with the element.
@@ -213,6 +213,9 @@ TEST_CASE("Wilson's interval has its known values", "[report]") {
 TEST_CASE("text becomes HTML that shows it and nothing else", "[report]") {
   CHECK(escaped("a<b>&\"c'") == "a&lt;b&gt;&amp;&quot;c&#39;");
   CHECK(escaped("\x01\n\x7F\u00b5") == "   \u00b5");
+  CHECK(breakable("a_b:c<") == "a_<wbr>b:<wbr>c&lt;");
+  CHECK(breakable("a_") == "a_");
+  CHECK(breakable("") == "");
   CHECK(html_of(Table{{"<h>"}, {{{"<a>", "<b>", true}, {"&"}}}}).find("<b>&lt;a&gt;</b> <small>&lt;b&gt;</small>") !=
         std::string::npos);
   CHECK(fault_of(html_of(Table{{"<h>"}, {{{"<a>", "<b>", true}, {"&"}}}})).empty());
@@ -452,7 +455,6 @@ TEST_CASE("regret over time is the regret that the shadow full cache measures", 
 
 TEST_CASE("the page is well formed whatever things are called, and refers to nothing outside", "[report]") {
   const std::string page = page_of(hostile());
-  CHECK(fault_of(page).empty());
   CHECK(fault_of(page) == "");
   CHECK(page.find("<script") == std::string::npos);
   CHECK(page.find("&lt;script&gt;") != std::string::npos);
@@ -552,7 +554,7 @@ TEST_CASE("a report overwrites its page and touches nothing else; errors name th
   CHECK(page.size() < 3'000'000);
   CHECK(fault_of(page) == "");
   CHECK(page.find("http") == std::string::npos);
-  for (const char* const part : {"reasoner", "prompts.jsonl", "2001-02-03", "policy_lab report &lt;here&gt;", "867\u2009456"}) {
+  for (const char* const part : {"reasoner", "prompts.jsonl", "2001-02-03", "report &lt;here&gt;", "867\u2009456"}) {
     INFO(part);
     CHECK(page.find(part) != std::string::npos);
   }

@@ -4,6 +4,7 @@
 /// \file
 /// Pieces of an HTML page as text. Whatever comes from outside goes through `escaped`.
 
+#include <algorithm>
 #include <initializer_list>
 #include <string>
 #include <string_view>
@@ -42,6 +43,17 @@ namespace beaconkv::lab {
   return out;
 }
 
+/// The same as HTML that may go on in a new line within long names.
+[[nodiscard]] inline std::string breakable(std::string_view text) {
+  std::string out;
+  while (!text.empty()) {
+    const std::size_t at = std::min(text.find_first_of("_:,/="), text.size() - 1) + 1;
+    out.append(escaped(text.substr(0, at))).append(at < text.size() ? "<wbr>" : "");
+    text.remove_prefix(at);
+  }
+  return out;
+}
+
 /// `<tag attributes>content</tag>`; the content is HTML already. `attributes` begin with a space, or are empty.
 [[nodiscard]] inline std::string element(std::string_view tag, std::string_view attributes, std::string_view content) {
   return joined({"<", tag, attributes, ">", content, "</", tag, ">"});
@@ -68,7 +80,7 @@ struct Table {
   for (const std::vector<Cell>& row : table.rows) {
     std::string cells;
     for (std::size_t i = 0; i < row.size(); ++i) {
-      std::string content = escaped(row[i].text);
+      std::string content = i == 0 ? breakable(row[i].text) : escaped(row[i].text);
       if (row[i].strong) content = element("b", "", content);
       if (!row[i].small.empty()) content.append(" ").append(element("small", "", escaped(row[i].small)));
       cells.append(i == 0 ? element("th", " scope=\"row\"", content) : element("td", "", content));

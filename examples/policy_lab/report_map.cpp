@@ -122,11 +122,11 @@ std::string map_figure(const ReportData& data) {
   Table table{.heads = {"policy", "answer"}};
   for (index_t l = 0; l < data.layers; ++l)
     for (index_t h = 0; h < data.shape.kv_heads; ++h)
-      table.heads.push_back(joined({"layer ", std::to_string(l), ", head ", std::to_string(h)}));
+      table.heads.push_back(joined({"layer\u00a0", std::to_string(l), ", head\u00a0", std::to_string(h)}));
   for (const KeptMap& map : data.maps) {
     content.append(element("div", " class=\"panel\"",
                            joined({element("p", " class=\"panel-title\"",
-                                           joined({escaped(map.policy), ": ", map.exact ? "right answer" : "wrong answer"})),
+                                           joined({breakable(map.policy), ": ", map.exact ? "right answer" : "wrong answer"})),
                                    picture(data, map)})));
     std::vector<Cell> cells{{map.policy}, {map.exact ? "right" : "wrong"}};
     for (std::size_t head = 0; head < map.heads.size(); ++head) {

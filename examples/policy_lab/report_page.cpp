@@ -29,7 +29,7 @@ figcaption{margin:.75rem 0;font-size:.95rem;line-height:1.45;color:var(--soft)}
 figcaption b{color:var(--ink)}
 .panels{display:grid;gap:1.25rem 2rem;grid-template-columns:repeat(auto-fit,minmax(min(100%,25rem),1fr))}
 .panels.narrow{grid-template-columns:repeat(auto-fill,minmax(min(100%,18rem),1fr))}
-.panel{min-width:0;max-width:40rem}
+.panel{min-width:0;max-width:40rem;display:flex;flex-direction:column;justify-content:flex-end}
 .panel-title{margin:0 0 .35rem;font:600 .875rem/1.35 system-ui,"Segoe UI",Roboto,Helvetica,Arial,sans-serif}
 .note,.missing{font-size:.9rem;color:var(--soft)}
 .missing{border-left:3px solid var(--miss);padding-left:.75rem}
@@ -73,7 +73,7 @@ svg.map text{font-size:11px}
   return out;
 }
 
-[[nodiscard]] std::string code(std::string_view text) { return element("code", "", escaped(text)); }
+[[nodiscard]] std::string code(std::string_view text) { return element("code", "", breakable(text)); }
 
 /// What was run: the first paragraph.
 [[nodiscard]] std::string what_was_run(const ReportData& data) {
