@@ -373,6 +373,27 @@ TEST_CASE("the map rebuilds the kept sets of a real log, and its gone needs are 
   }
 }
 
+TEST_CASE("needs that are nearer than asked for are left out", "[report]") {
+  const std::vector<ReportTask> tasks = tasks_of(1);
+  const auto all = needs_of(reasoner(), tasks[0].problem, tasks[0].full, 0.3, 0).or_throw();
+  std::size_t at_the_edge = 0;
+  for (const position_t distance : {1, 2, 8, 20}) {
+    const auto far = needs_of(reasoner(), tasks[0].problem, tasks[0].full, 0.3, distance).or_throw();
+    for (std::size_t head = 0; head < all.size(); ++head) {
+      std::vector<Need> expected;
+      for (const Need& need : all[head])
+        if (need.step - need.position >= distance) expected.push_back(need);
+      REQUIRE(far[head].size() == expected.size());
+      for (std::size_t i = 0; i < expected.size(); ++i) {
+        REQUIRE(far[head][i].step == expected[i].step);
+        REQUIRE(far[head][i].position == expected[i].position);
+        at_the_edge += expected[i].step - expected[i].position == distance ? 1U : 0U;
+      }
+    }
+  }
+  REQUIRE(at_the_edge > 0);
+}
+
 TEST_CASE("results are summed up", "[report]") {
   const auto result = [](const char* policy, index_t budget, const char* problem, int level, bool exact) {
     return ProblemResult{.policy = policy, .budget = budget, .problem = problem, .level = level, .exact = exact};
