@@ -261,6 +261,9 @@ TEST_CASE("ticks by hand", "[report]") {
   require_near(logarithmic_ticks(1, 10, 10), {1, 2, 3, 5, 7, 10});
   CHECK(logarithmic_ticks(0, 10, 10).empty());
   CHECK(logarithmic_ticks(-1, 10, 10).empty());
+  CHECK(logarithmic_ticks(1, INFINITY, 10).empty());
+  CHECK(logarithmic_ticks(INFINITY, INFINITY, 10).empty());
+  require_near(linear_ticks(0, INFINITY, 5), {0});
 }
 
 TEST_CASE("places on axes", "[report]") {
@@ -499,6 +502,8 @@ TEST_CASE("figures without data say so", "[report]") {
   CHECK(accuracy_figure(data).find("no policy with a budget") != std::string::npos);
   for (Latency& latency : data.latency) latency.evictions.clear();
   CHECK(latency_figure(data).find("Nothing was evicted") != std::string::npos);
+  CHECK(fault_of(page_of(data)) == "");
+  for (Latency& latency : data.latency) latency.steps.clear();  // texts of one token
   CHECK(fault_of(page_of(data)) == "");
 }
 

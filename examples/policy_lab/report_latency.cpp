@@ -36,7 +36,7 @@ using Values = std::vector<double> Latency::*;
       low = std::min(low, point.y);
       high = std::max(high, point.y);
     }
-  low = std::max(low, 0.1);
+  low = high > 0 ? std::max(low, 0.1) : 1;  // nothing was timed: any axis
   high = std::max(high, 2 * low);
   std::vector<Tick> times;
   for (const double value : logarithmic_ticks(low, high, 10)) times.push_back({value, coordinate(value)});

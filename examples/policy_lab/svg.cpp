@@ -79,7 +79,7 @@ double Axis::along(double value) const {
 }
 
 std::vector<double> linear_ticks(double low, double high, int most) {
-  if (!(high > low) || most < 1) return {low};
+  if (!(high > low) || !std::isfinite(high - low) || most < 1) return {low};
   const double rough = (high - low) / most;
   const double power = std::pow(10, std::floor(std::log10(rough)));
   double step = 10 * power;
@@ -93,7 +93,7 @@ std::vector<double> linear_ticks(double low, double high, int most) {
 
 std::vector<double> logarithmic_ticks(double low, double high, std::size_t most) {
   std::vector<double> ticks;
-  if (!(low > 0) || !(high >= low)) return ticks;
+  if (!(low > 0) || !(high >= low) || !std::isfinite(high)) return ticks;
   for (const std::initializer_list<double> factors : {std::initializer_list<double>{1, 2, 3, 5, 7}, {1, 2, 5}, {1}}) {
     ticks.clear();
     for (double exponent = std::floor(std::log10(low)); exponent <= std::ceil(std::log10(high)); ++exponent)
