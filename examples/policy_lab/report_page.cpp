@@ -96,11 +96,12 @@ svg.map text{font-size:11px}
   std::vector<std::string> files;
   for (const std::string& file : data.files) files.push_back(code(file));
   out.append(files.empty() ? ", measured here" : joined({", read from ", listed(files)}));
-  out.append(joined({". Regret, latency and kept positions: ", std::to_string(data.problems),
-                     data.problems == 1 ? " problem" : " problems", " at a budget of ", std::to_string(data.budget),
-                     ", run here on ", escaped(data.date), " with ", escaped(data.instruction_set),
-                     " kernels. One rule for all policies: the prompt stays, on top of the budget, and so do the eight newest "
-                     "tokens, unless settings say otherwise."}));
+  out.append(
+      joined({". Regret, latency and kept positions: ", std::to_string(data.problems),
+              data.problems == 1 ? " problem" : " problems", " at a budget of ", std::to_string(data.budget), ", run here on ",
+              escaped(data.date), " with ", escaped(data.instruction_set),
+              " kernels under one rule for all policies: the prompt stays, on top of the budget, and so do the eight newest "
+              "tokens, unless settings say otherwise."}));
   return joined({element("p", "", out), "\n", element("p", " class=\"note\"", code(data.command))});
 }
 
