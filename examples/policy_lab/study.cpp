@@ -98,6 +98,17 @@ template <class Work>
 }  // namespace
 
 Result<Study> Study::make(const RunOptions& options) {
+  const Result<std::vector<PolicySpec>> specs = parse_policies(options.policies);
+  if (!specs) return specs.status();
+  const Result<std::vector<index_t>> budgets = parse_budgets(options.budgets);
+  if (!budgets) return budgets.status();
+  std::vector<JobRequest> jobs;
+  for (const PolicySpec& spec : *specs)
+    for (const index_t budget : spec.name == "full" ? std::vector<index_t>{0} : *budgets) jobs.push_back({spec.text, budget});
+  return make(options, jobs);
+}
+
+Result<Study> Study::make(const RunOptions& options, const std::vector<JobRequest>& jobs) {
   if (Status s = check(options); !s) return s;
   Study study;
   study.options_ = options;
@@ -110,7 +121,7 @@ Result<Study> Study::make(const RunOptions& options) {
   Result<std::vector<Problem>> loaded = load_problems(options.prompts, options.model, study.model_->vocab_size());
   if (!loaded) return loaded.status();
   study.problems_ = take_evenly(std::move(*loaded), options.limit);
-  if (Status s = study.plan_jobs(); !s) return s;
+  if (Status s = study.plan_jobs(jobs); !s) return s;
   for (const Problem& problem : study.problems_)
     study.how_.push_back({.max_new = max_new_of(problem, study.problems_, options.max_new),
                           .eos = study.model_->config().eos_ids,
@@ -125,33 +136,29 @@ PolicyRequest Study::request() const {
           .layers_per_step = options_.layers_per_step};
 }
 
-/// Every row that was asked for. Policies are made once for a trial, so that what cannot work is known before anything runs.
-Status Study::plan_jobs() {
-  Result<std::vector<PolicySpec>> specs = parse_policies(options_.policies);
-  if (!specs) return specs.status();
-  const Result<std::vector<index_t>> budgets = parse_budgets(options_.budgets);
-  if (!budgets) return budgets.status();
+/// Policies are made once for a trial, so that what cannot work is known before anything runs.
+Status Study::plan_jobs(const std::vector<JobRequest>& wanted) {
   Result<engine::Session> session = engine::Session::make(*model_, 1);
   if (!session) return session.status();
   std::set<std::string> known;
   PolicyRequest request = this->request();
-  for (const PolicySpec& spec : *specs) {
+  for (const JobRequest& job_request : wanted) {
+    const Result<std::vector<PolicySpec>> specs = parse_policies(job_request.policy);
+    if (!specs) return specs.status();
+    const PolicySpec& spec = specs->front();
     const Result<PolicyEntry> entry = find_policy(spec.name);
     if (!entry) return entry.status();
-    const bool has_budget = spec.name != "full";
-    for (const index_t budget : has_budget ? *budgets : std::vector<index_t>{0}) {
-      Job job{spec, *entry, budget};
-      job.compared = !has_budget || options_.compare;
-      Settings settings = settings_of(job);
-      request.budget = budget;
-      const Result<std::unique_ptr<ModelPolicy>> trial = entry->maker(request)(request, settings, *session);
-      if (!trial)
-        return detail::invalid(spec.text, has_budget ? " at budget " + std::to_string(budget) : "", ": ",
-                               trial.status().message());
-      job.budget_min = (*trial)->budget_min();
-      known.insert(settings.known().begin(), settings.known().end());
-      jobs_.push_back(std::move(job));
-    }
+    Job job{spec, *entry, job_request.budget};
+    job.compared = job.budget == 0 || options_.compare;
+    Settings settings = settings_of(job);
+    request.budget = job.budget;
+    const Result<std::unique_ptr<ModelPolicy>> trial = entry->maker(request)(request, settings, *session);
+    if (!trial)
+      return detail::invalid(spec.text, job.budget > 0 ? " at budget " + std::to_string(job.budget) : "", ": ",
+                             trial.status().message());
+    job.budget_min = (*trial)->budget_min();
+    known.insert(settings.known().begin(), settings.known().end());
+    jobs_.push_back(std::move(job));
   }
   for (const auto& setting : options_.settings)
     if (!known.contains(setting.first)) return detail::invalid("none of the policies has the setting '", setting.first, "'");

@@ -36,6 +36,12 @@ struct RunOptions {
   std::filesystem::path plot{};
 };
 
+/// A policy with its settings, as on the command line, and a budget; without one for the full cache.
+struct JobRequest {
+  std::string policy{};
+  index_t budget = 0;
+};
+
 /// One policy at one budget.
 struct Job {
   PolicySpec spec;
@@ -52,6 +58,8 @@ class Study {
   /// Reads model and problems, and makes each policy once for a trial. The instruction set stays chosen. Of the options, `csv`,
   /// `results` and `plot` are the caller's business.
   [[nodiscard]] static Result<Study> make(const RunOptions& options);
+  /// The same with these jobs instead of each policy at each budget.
+  [[nodiscard]] static Result<Study> make(const RunOptions& options, const std::vector<JobRequest>& jobs);
 
   [[nodiscard]] const engine::Model& model() const noexcept { return *model_; }
   [[nodiscard]] const std::vector<Problem>& problems() const noexcept { return problems_; }
@@ -62,7 +70,7 @@ class Study {
 
  private:
   Study() = default;
-  [[nodiscard]] Status plan_jobs();
+  [[nodiscard]] Status plan_jobs(const std::vector<JobRequest>& wanted);
   [[nodiscard]] Settings settings_of(const Job& job) const { return {job.spec.text, job.spec.settings, options_.settings}; }
   [[nodiscard]] PolicyRequest request() const;
   [[nodiscard]] std::string pass_text(index_t pass) const;
