@@ -29,8 +29,7 @@ Result<std::unique_ptr<ModelPolicy>> make_beaconkv_ablation(const PolicyRequest&
     queries.sampled_after = model.rope();
   const auto seed = static_cast<std::uint64_t>(settings.count("seed", request.seed));
   const float per_token = settings.number("credit_per_token", 0);
-  if (per_token > 0)
-    o.orphan_credit = std::pow(per_token, static_cast<float>(o.budget.max - o.budget.lower()));
+  if (per_token > 0) o.orphan_credit = std::pow(per_token, static_cast<float>(o.budget.max - o.budget.lower()));
   const float exponent = settings.number("value_exponent", 0);
   const float limit = settings.number("value_limit", 0);
   const bool score_at_reductions = settings.flag("score_at_reductions", false);

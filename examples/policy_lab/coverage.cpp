@@ -11,6 +11,7 @@ namespace {
 struct Variant {
   const char* name;
   AblationQueries::Options options;
+  std::size_t history;  ///< the variant that keeps all that this one should cover: as many queries are recent
 };
 
 [[nodiscard]] std::vector<Variant> variants() {
@@ -18,14 +19,14 @@ struct Variant {
     return AblationQueries::Options{
         .n_beacon = beacons, .n_recent_queries = recent, .sampler = sampler, .whole_history = whole};
   };
-  return {{"fps of the whole history", with(QuerySampler::fps, true, 16, 16)},
-          {"continual fps", with(QuerySampler::fps, false, 16, 16)},
-          {"fps of the whole history, 24 + 8", with(QuerySampler::fps, true, 24, 8)},
-          {"continual fps, 24 + 8", with(QuerySampler::fps, false, 24, 8)},
-          {"random", with(QuerySampler::random, false, 16, 16)},
-          {"recent", with(QuerySampler::recent, false, 16, 16)},
-          {"centroid", with(QuerySampler::centroid, false, 16, 16)},
-          {"medoid", with(QuerySampler::medoid, false, 16, 16)}};
+  return {{"fps of the whole history", with(QuerySampler::fps, true, 16, 16), 0},
+          {"continual fps", with(QuerySampler::fps, false, 16, 16), 0},
+          {"fps of the whole history, 24 + 8", with(QuerySampler::fps, true, 24, 8), 2},
+          {"continual fps, 24 + 8", with(QuerySampler::fps, false, 24, 8), 2},
+          {"random", with(QuerySampler::random, false, 16, 16), 0},
+          {"recent", with(QuerySampler::recent, false, 16, 16), 0},
+          {"centroid", with(QuerySampler::centroid, false, 16, 16), 0},
+          {"medoid", with(QuerySampler::medoid, false, 16, 16), 0}};
 }
 
 /// Sums over problems and query heads, of each variant and layer.
@@ -80,10 +81,9 @@ class Watch {
   }
 
   void look(Sums& sums) const {
+    const std::vector<Variant> all = variants();
     for (std::size_t i = 0; i < observers_.size(); ++i) {
-      // The whole history is what the unbounded variant with as many recent queries holds.
-      const std::size_t variant = i / static_cast<std::size_t>(model_.layers());
-      const AblationQueries& whole = observer(variant == 3 ? 2 : variant == 2 ? 2 : 0, layer_of(i));
+      const AblationQueries& whole = observer(all[i / static_cast<std::size_t>(model_.layers())].history, layer_of(i));
       for (index_t h = 0; h < model_.shape().query_heads; ++h) {
         const Coverage c = coverage_of(whole.pool(h), observers_[i].beacons(h));
         sums.coverage[i].worst += c.worst;
@@ -155,14 +155,14 @@ Status print_coverage(const RunOptions& options, bool markdown) {
     const index_t period = std::max<index_t>(1, budget - FixedBudget{.max = budget}.lower());
     std::vector<Sums> sums(marks.size(), {std::vector<Coverage>(count)});
     for (const Problem& problem : study->problems()) {
-      const Result<FullText> full =
-          generate_full(model, problem,
-                        {.max_new = max_new_of(problem, study->problems(), options.max_new), .eos = model.config().eos_ids});
+      const Result<FullText> full = generate_full(
+          model, problem, {.max_new = max_new_of(problem, study->problems(), options.max_new), .eos = model.config().eos_ids});
       if (!full) return full.status();
       if (Status s = Watch(model, period).follow(problem, *full, sums); !s) return s;
     }
-    std::printf("coverage of all older queries; %zu problems; a reduction every %td tokens (budget %td); means over query heads\n\n",
-                study->problems().size(), period, budget);
+    std::printf(
+        "coverage of all older queries; %zu problems; a reduction every %td tokens (budget %td); means over query heads\n\n",
+        study->problems().size(), period, budget);
     print(sums, model.layers(), markdown);
     std::printf("\n");
     std::fflush(stdout);

@@ -16,8 +16,8 @@ struct Coverage {
 };
 [[nodiscard]] Coverage coverage_of(const std::vector<OldQuery>& history, const std::vector<OldQuery>& few);
 
-/// `sweep --table coverage`: along the full cache's texts, with a reduction every eighth of the budget as evictions bring it, the
-/// coverage of all queries that are not recent any more, after 1, 4, 16 and 64 of these cycles and at the end.
+/// `sweep --table coverage`: along the full cache's texts, with a reduction every eighth of the budget as evictions bring it,
+/// the coverage of all queries that are not recent any more, after 1, 4, 16 and 64 of these cycles and at the end.
 [[nodiscard]] Status print_coverage(const RunOptions& options, bool markdown);
 
 }  // namespace beaconkv::lab

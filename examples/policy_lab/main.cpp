@@ -26,11 +26,9 @@ void add_settings(CLI::App& app, std::map<std::string, std::string>& settings) {
   add("n_recent_kv", "Newest rows that always stay (default 8; as published: each paper's)");
   add("n_recent_queries", "Newest queries that score (default 16, rkv 8)");
   add("n_beacon", "Beacon queries of a query head (default 16)");
-  add("orphan_credit",
-              "What is left of an orphan's credit at each eviction, 0 to 1 (beaconkv; 0: none)");
+  add("orphan_credit", "What is left of an orphan's credit at each eviction, 0 to 1 (beaconkv; 0: none)");
   add("key_diff_share", "Share of a rank that goes by unlikeness to the mean key (beaconkv)");
-  add("value_norm",
-              "1: scores times the length of the value (beaconkv, snapkv, rpc, expected_attention)");
+  add("value_norm", "1: scores times the length of the value (beaconkv, snapkv, rpc, expected_attention)");
   add("sampler", "fps, random, recent, centroid or medoid (beaconkv_ablation)");
   add("sample_space", "Queries are sampled pre_rope or post_rope (beaconkv_ablation)");
   add("history", "bounded, or whole: nothing is forgotten (beaconkv_ablation)");
@@ -73,9 +71,10 @@ CLI::App* add_sweep(CLI::App& app, beaconkv::lab::SweepOptions& o) {
   CLI::Option* const prompts = sweep->add_option("--prompts", o.run.prompts, "JSON lines, as for run");
   sweep->add_option("--budgets", o.run.budgets, "Generated tokens that a KV head may hold at most (default: the table's)");
   sweep->add_option("--limit", o.run.limit, "So many problems, evenly over the levels (0: all)")->capture_default_str();
-  CLI::Option* const threads = sweep->add_option("--threads", o.run.threads, "Problems at a time (0: one a core)");
-  CLI::Option* const fast =
-      sweep->add_flag("!--no-compare", o.run.compare, "Without the shadow full cache: no KL, no regret, half the time");
+  CLI::Option* const threads =
+      sweep->add_option("--threads", o.run.threads, "Problems at a time (0: one a core)")->capture_default_str();
+  CLI::Option* const fast = sweep->add_flag_callback(
+      "--no-compare", [&o] { o.run.compare = false; }, "Without the shadow full cache: no KL, no regret, half the time");
   CLI::Option* const results = sweep->add_option("--results", o.run.results, "Write results here, as JSON lines");
   sweep->add_option("--from", o.from, "Make the table of such files and run nothing")
       ->excludes(model)
@@ -197,7 +196,7 @@ int main(int argc, char** argv) {
   options.compare = !fast;
   const beaconkv::Status status = *replay     ? beaconkv::lab::replay(replay_options)
                                   : *sweep    ? beaconkv::lab::sweep(sweep_options)
-                              : *capacity ? beaconkv::lab::capacity(capacity_options)
+                                  : *capacity ? beaconkv::lab::capacity(capacity_options)
                                               : beaconkv::lab::run(options);
   if (!status) {
     std::fprintf(stderr, "policy_lab: %s\n", status.message().c_str());

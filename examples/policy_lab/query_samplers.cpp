@@ -111,7 +111,8 @@ struct Clusters {
       double square = 0;
       for (index_t d = 0; d < points_.dim; ++d) square += static_cast<double>(row[d]) * static_cast<double>(row[d]);
       if (!(square > 0)) continue;
-      for (std::size_t d = 0; d < means_[of[i]].size(); ++d) means_[of[i]][d] += static_cast<double>(row[d]) / std::sqrt(square);
+      for (std::size_t d = 0; d < means_[of[i]].size(); ++d)
+        means_[of[i]][d] += static_cast<double>(row[d]) / std::sqrt(square);
     }
   }
 

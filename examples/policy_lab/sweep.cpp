@@ -107,8 +107,9 @@ class Printer {
     ++compared_;
     differing_ += agreement->agrees() ? 0 : 1;
     if (comparison_.empty())
-      comparison_ = markdown_ ? "| policy | budget | ours % | reference % | standard errors | |\n|---|---:|---:|---:|---:|---|\n"
-                              : "ours % and the reference's, and the difference in standard errors\n";
+      comparison_ = markdown_
+                        ? "| policy | budget | ours % | reference % | standard errors | |\n|---|---:|---:|---:|---:|---|\n"
+                        : "ours % and the reference's, and the difference in standard errors\n";
     char text[128];
     std::snprintf(text, sizeof text, markdown_ ? " | %td | %.1f | %.1f | %+.1f | %s |\n" : " %4td %6.1f %6.1f %+5.1f  %s\n",
                   row.budget, agreement->ours, agreement->theirs, agreement->errors, agreement->agrees() ? "OK" : "DIFFERS");

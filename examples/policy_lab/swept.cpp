@@ -17,6 +17,8 @@ namespace {
   return "[" + fixed(100 * i.low, 1, sign) + ", " + fixed(100 * i.high, 1, sign) + "]";
 }
 
+[[nodiscard]] std::string p_text(double p) { return p < 0.0001 ? "<0.0001" : fixed(p, 4); }
+
 [[nodiscard]] std::string levels_text(const SweptRow& row) {
   std::string text;
   for (const auto& [level, counts] : row.by_level)
@@ -36,7 +38,7 @@ namespace {
     const Paired& pair = *row.against_base;
     for (const std::string& cell :
          {fixed(100 * pair.difference(), 1, true), interval_text(paired_interval(pair), true),
-          "+" + std::to_string(pair.fixed) + "/-" + std::to_string(pair.broken), fixed(mcnemar_p(pair), 4)})
+          "+" + std::to_string(pair.fixed) + "/-" + std::to_string(pair.broken), p_text(mcnemar_p(pair))})
       cells.push_back(cell);
   } else {
     cells.insert(cells.end(), {"-", "-", "-", "-"});
@@ -48,9 +50,10 @@ namespace {
   return cells;
 }
 
-const std::vector<std::string> names{"policy", "budget",        "n", "exact%", "95 % interval", "by level", "against base",
-                                     "95 % interval", "fixed/broken", "p", "KL", "regret%", "policy%", "state bytes"};
-const std::vector<std::size_t> widths{0, 6, 4, 6, 14, 12, 12, 14, 12, 6, 6, 7, 7, 11};
+const std::vector<std::string> names{
+    "policy",        "budget",       "n", "exact%", "95 % interval", "by level", "against base",
+    "95 % interval", "fixed/broken", "p", "KL",     "regret%",       "policy%",  "state bytes"};
+const std::vector<std::size_t> widths{0, 6, 4, 6, 14, 12, 12, 14, 12, 7, 6, 7, 7, 11};
 
 }  // namespace
 
@@ -64,16 +67,18 @@ void ResultTable::add(const std::vector<ProblemResult>& results) {
 std::vector<Problem> ResultTable::problems(index_t limit) const { return take_evenly(problems_, limit); }
 
 Result<const ProblemResult*> ResultTable::find(const Key& key, const std::string& problem) const {
-  const auto row = rows_.find(key);
-  if (row == rows_.end()) return detail::invalid("results: there is no row ", key.first, " at ", key.second);
-  const auto result = row->second.find(problem);
-  if (result == row->second.end())
+  const Results& row = rows_.at(key);
+  const auto result = row.find(problem);
+  if (result == row.end())
     return detail::invalid("results: the row ", key.first, " at ", key.second, " has no problem '", problem, "'");
   return &result->second;
 }
 
 Result<SweptRow> ResultTable::row(const std::string& policy, index_t budget, const std::string* base,
                                   const std::vector<Problem>& problems) const {
+  for (const std::string* name : {&policy, base})
+    if (name != nullptr && rows_.find({*name, budget}) == rows_.end())
+      return detail::invalid("results: there is no row ", *name, " at ", budget);
   SweptRow row{.policy = policy, .budget = budget, .problems = static_cast<index_t>(problems.size())};
   double kl = 0, regret = 0, model_us = 0, policy_us = 0;
   bool compared = true;
