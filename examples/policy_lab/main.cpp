@@ -10,16 +10,83 @@
 #include "policy_lab/replay_run.hpp"
 #include "policy_lab/report.hpp"
 #include "policy_lab/run.hpp"
+#include "policy_lab/sweep.hpp"
 
 namespace {
 
-/// A flag that hands a setting to every policy that has it.
-void add_setting(CLI::App& app, beaconkv::lab::RunOptions& options, const std::string& name, const std::string& help) {
-  std::string flag = "--" + name;
-  std::replace(flag.begin(), flag.end(), '_', '-');
-  app.add_option_function<std::string>(
-         flag, [&options, name](const std::string& value) { options.settings[name] = value; }, help)
-      ->group("Settings of all policies that have them");
+/// Flags that hand a setting to every policy that has it.
+void add_settings(CLI::App& app, std::map<std::string, std::string>& settings) {
+  const auto add = [&](const std::string& name, const std::string& help) {
+    std::string flag = "--" + name;
+    std::replace(flag.begin(), flag.end(), '_', '-');
+    app.add_option_function<std::string>(
+           flag, [&settings, name](const std::string& value) { settings[name] = value; }, help)
+        ->group("Settings of all policies that have them");
+  };
+  add("budget_min", "Tokens left after an eviction (default 7/8 of the budget)");
+  add("n_recent_kv", "Newest rows that always stay (default 8; as published: each paper's)");
+  add("n_recent_queries", "Newest queries that score (default 16, rkv 8)");
+  add("n_beacon", "Beacon queries of a query head (default 16)");
+  add("orphan_credit", "What is left of an orphan's credit at each eviction, 0 to 1 (beaconkv; 0: none)");
+  add("key_diff_share", "Share of a rank that goes by unlikeness to the mean key (beaconkv)");
+  add("value_norm", "1: scores times the length of the value (beaconkv, snapkv, rpc, expected_attention)");
+  add("sampler", "fps, random, recent, centroid or medoid (beaconkv_ablation)");
+  add("sample_space", "Queries are sampled pre_rope or post_rope (beaconkv_ablation)");
+  add("history", "bounded, or whole: nothing is forgotten (beaconkv_ablation)");
+  add("beacon_place", "Beacons look from now, their own position, or own_unmasked: seeing later keys (beaconkv_ablation)");
+  add("credit_per_token", "Orphan credit as what is left after each token (beaconkv_ablation)");
+  add("score_at_reductions", "1: keys remember scores of every reduction of the pool (beaconkv_ablation)");
+  add("value_exponent", "Scores times this power of the value's length (beaconkv_ablation)");
+  add("value_limit", "No value counts as longer than so many medians of its head (beaconkv_ablation)");
+  add("pool", "none, average or max");
+  add("kernel", "Width of the pool, odd");
+  add("over_queries", "max, mean or sum");
+  add("over_heads", "max or mean");
+  add("head_scope", "group or layer (rpc)");
+  add("softmax_domain", "all_visible or candidates_only");
+  add("causal", "1: a query does not see rows newer than itself; 0: it does (rpc, rkv)");
+  add("lambda", "Weight of the importance (rkv)");
+  add("threshold", "Cosine of look-alikes (rkv)");
+  add("spare_column_zero", "1: as published, 0: corrected (rkv)");
+  add("order", "chronological or published (rkv)");
+  add("newest_query_twice", "1: as published (rpc)");
+  add("interval", "Tokens between evictions (rkv, as published)");
+  add("ratio", "Compression (rpc, as published)");
+  add("n_prefix", "Sinks (recent_window, as published)");
+  add("max_pending_queries", "Most queries between two evictions that count (h2o, default 512)");
+  add("lag", "Tokens of a partition (lagkv, default 16; as published 128)");
+  add("cross_scoring", "1: partitions compete with each other (lagkv)");
+  add("n_sink", "Positions below this are left out (expected_attention, default 4)");
+  add("n_future_positions", "Positions to come (expected_attention, default 32; as published 512)");
+  add("use_covariance", "0: the mean query alone (expected_attention)");
+  add("epsilon", "Added to the weight that the value's length multiplies (expected_attention)");
+  add("beta", "The last layer's share of the mean budget is one in so many (pyramidkv, default 20)");
+  add("safeguard", "Share of the mean budget that every head keeps (adakv, default 0.2)");
+}
+
+CLI::App* add_sweep(CLI::App& app, beaconkv::lab::SweepOptions& o) {
+  CLI::App* const sweep = app.add_subcommand("sweep", "One switch of a policy at a time, with intervals");
+  sweep->add_option("--table", o.table,
+                    "1: every policy, 2: which queries look at the keys, 3: how they score them, or coverage");
+  CLI::Option* const model = sweep->add_option("--model", o.run.model, "Folder with config.json and model.safetensors");
+  CLI::Option* const prompts = sweep->add_option("--prompts", o.run.prompts, "JSON lines, as for run");
+  sweep->add_option("--budgets", o.run.budgets, "Generated tokens that a KV head may hold at most (default: the table's)");
+  sweep->add_option("--limit", o.run.limit, "So many problems, evenly over the levels (0: all)")->capture_default_str();
+  CLI::Option* const threads =
+      sweep->add_option("--threads", o.run.threads, "Problems at a time (0: one a core)")->capture_default_str();
+  CLI::Option* const fast = sweep->add_flag_callback(
+      "--no-compare", [&o] { o.run.compare = false; }, "Without the shadow full cache: no KL, no regret, half the time");
+  CLI::Option* const results = sweep->add_option("--results", o.run.results, "Write results here, as JSON lines");
+  sweep->add_option("--from", o.from, "Make the table of such files and run nothing")
+      ->excludes(model)
+      ->excludes(prompts)
+      ->excludes(threads)
+      ->excludes(fast)
+      ->excludes(results);
+  sweep->add_option("--compare-with", o.compare_with,
+                    "Reference results: each row beside theirs; without --table, all of their rows");
+  sweep->add_flag("--markdown", o.markdown, "Tables in Markdown");
+  return sweep;
 }
 
 CLI::App* add_replay(CLI::App& app, beaconkv::lab::ReplayOptions& o) {
@@ -140,39 +207,7 @@ int main(int argc, char** argv) {
   run->add_option("--results", options.results, "Write each policy's result on each problem here, as JSON lines");
   run->add_option("--plot", options.plot,
                   "Draw exact answers and the policies' share of decoding over the budget as PNG (needs gnuplot)");
-  add_setting(*run, options, "budget_min", "Tokens left after an eviction (default 7/8 of the budget)");
-  add_setting(*run, options, "n_recent_kv", "Newest rows that always stay (default 8; as published: each paper's)");
-  add_setting(*run, options, "n_recent_queries", "Newest queries that score (default 16, rkv 8)");
-  add_setting(*run, options, "n_beacon", "Beacon queries of a query head (default 16)");
-  add_setting(*run, options, "orphan_credit",
-              "What is left of an orphan's credit at each eviction, 0 to 1 (beaconkv; 0: none)");
-  add_setting(*run, options, "key_diff_share", "Share of a rank that goes by unlikeness to the mean key (beaconkv)");
-  add_setting(*run, options, "value_norm",
-              "1: scores times the length of the value (beaconkv, snapkv, rpc, expected_attention)");
-  add_setting(*run, options, "pool", "none, average or max");
-  add_setting(*run, options, "kernel", "Width of the pool, odd");
-  add_setting(*run, options, "over_queries", "max, mean or sum");
-  add_setting(*run, options, "over_heads", "max or mean");
-  add_setting(*run, options, "head_scope", "group or layer (rpc)");
-  add_setting(*run, options, "softmax_domain", "all_visible or candidates_only");
-  add_setting(*run, options, "causal", "1: a query does not see rows newer than itself; 0: it does (rpc, rkv)");
-  add_setting(*run, options, "lambda", "Weight of the importance (rkv)");
-  add_setting(*run, options, "threshold", "Cosine of look-alikes (rkv)");
-  add_setting(*run, options, "spare_column_zero", "1: as published, 0: corrected (rkv)");
-  add_setting(*run, options, "order", "chronological or published (rkv)");
-  add_setting(*run, options, "newest_query_twice", "1: as published (rpc)");
-  add_setting(*run, options, "interval", "Tokens between evictions (rkv, as published)");
-  add_setting(*run, options, "ratio", "Compression (rpc, as published)");
-  add_setting(*run, options, "n_prefix", "Sinks (recent_window, as published)");
-  add_setting(*run, options, "max_pending_queries", "Most queries between two evictions that count (h2o, default 512)");
-  add_setting(*run, options, "lag", "Tokens of a partition (lagkv, default 16; as published 128)");
-  add_setting(*run, options, "cross_scoring", "1: partitions compete with each other (lagkv)");
-  add_setting(*run, options, "n_sink", "Positions below this are left out (expected_attention, default 4)");
-  add_setting(*run, options, "n_future_positions", "Positions to come (expected_attention, default 32; as published 512)");
-  add_setting(*run, options, "use_covariance", "0: the mean query alone (expected_attention)");
-  add_setting(*run, options, "epsilon", "Added to the weight that the value's length multiplies (expected_attention)");
-  add_setting(*run, options, "beta", "The last layer's share of the mean budget is one in so many (pyramidkv, default 20)");
-  add_setting(*run, options, "safeguard", "Share of the mean budget that every head keeps (adakv, default 0.2)");
+  add_settings(*run, options.settings);
 
   beaconkv::lab::ReplayOptions replay_options;
   CLI::App* const replay = add_replay(app, replay_options);
@@ -185,9 +220,13 @@ int main(int argc, char** argv) {
   report_options.command = "policy_lab";
   for (int i = 1; i < argc; ++i) report_options.command.append(" ").append(argv[i]);
 
+  beaconkv::lab::SweepOptions sweep_options;
+  CLI::App* const sweep = add_sweep(app, sweep_options);
+
   CLI11_PARSE(app, argc, argv);
   options.compare = !fast;
   const beaconkv::Status status = *replay     ? beaconkv::lab::replay(replay_options)
+                                  : *sweep    ? beaconkv::lab::sweep(sweep_options)
                                   : *capacity ? beaconkv::lab::capacity(capacity_options)
                                   : *report   ? beaconkv::lab::report(report_options)
                                               : beaconkv::lab::run(options);

@@ -90,6 +90,11 @@ ProblemResult result_of(const std::string& policy, index_t budget, const Problem
   return r;
 }
 
+void add_results(const Job& job, const std::vector<Problem>& problems, std::vector<ProblemResult>& results) {
+  for (std::size_t i = 0; i < problems.size(); ++i)
+    results.push_back(result_of(job.spec.text, job.budget, problems[i], job.outcomes[i], job.compared));
+}
+
 Status write_results(const std::filesystem::path& file, const std::vector<ProblemResult>& results) {
   std::ofstream out(file);
   for (const ProblemResult& result : results) out << line_of(result) << '\n';

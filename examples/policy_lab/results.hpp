@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "policy_lab/evaluation.hpp"
+#include "policy_lab/study.hpp"
 
 namespace beaconkv::lab {
 
@@ -35,6 +35,9 @@ struct ProblemResult {
 
 [[nodiscard]] ProblemResult result_of(const std::string& policy, index_t budget, const Problem& problem, const Outcome& outcome,
                                       bool compared);
+
+/// Appends a job's, one for each problem.
+void add_results(const Job& job, const std::vector<Problem>& problems, std::vector<ProblemResult>& results);
 
 /// Writes a file anew, a line each.
 [[nodiscard]] Status write_results(const std::filesystem::path& file, const std::vector<ProblemResult>& results);

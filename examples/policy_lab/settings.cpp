@@ -57,19 +57,6 @@ float Settings::number(const char* name, float fallback) {
   return value.value_or(fallback);
 }
 
-template <class E>
-E Settings::choice(const char* name, E fallback, std::initializer_list<std::pair<std::string_view, E>> choices) {
-  const std::string* const text = find(name);
-  if (text == nullptr) return fallback;
-  std::string names;
-  for (const auto& [word, value] : choices) {
-    if (*text == word) return value;
-    names.append(names.empty() ? "" : " or ").append(word);
-  }
-  fail(name, *text, names);
-  return fallback;
-}
-
 bool Settings::flag(const char* name, bool fallback) { return choice<bool>(name, fallback, {{"0", false}, {"1", true}}); }
 
 Reduce Settings::reduce(const char* name, Reduce fallback) {

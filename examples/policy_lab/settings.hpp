@@ -4,11 +4,13 @@
 /// \file
 /// Settings of a policy as the command line gives them: `snapkv:pool=max:kernel=7`.
 
+#include <initializer_list>
 #include <map>
 #include <optional>
 #include <set>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "beaconkv/policy/rkv.hpp"
@@ -28,6 +30,19 @@ class Settings {
   [[nodiscard]] index_t count(const char* name, index_t fallback);
   [[nodiscard]] std::optional<index_t> optional_count(const char* name, std::optional<index_t> fallback = {});
   [[nodiscard]] float number(const char* name, float fallback);
+  /// One of some words.
+  template <class E>
+  [[nodiscard]] E choice(const char* name, E fallback, std::initializer_list<std::pair<std::string_view, E>> choices) {
+    const std::string* const text = find(name);
+    if (text == nullptr) return fallback;
+    std::string names;
+    for (const auto& [word, value] : choices) {
+      if (*text == word) return value;
+      names.append(names.empty() ? "" : " or ").append(word);
+    }
+    fail(name, *text, names);
+    return fallback;
+  }
   [[nodiscard]] bool flag(const char* name, bool fallback);
   [[nodiscard]] Reduce reduce(const char* name, Reduce fallback);
   /// `pool` (none, average, max) and `kernel`.
@@ -42,8 +57,6 @@ class Settings {
   [[nodiscard]] const std::set<std::string>& known() const noexcept { return known_; }
 
  private:
-  template <class E>
-  [[nodiscard]] E choice(const char* name, E fallback, std::initializer_list<std::pair<std::string_view, E>> choices);
   [[nodiscard]] const std::string* find(const char* name);
   void fail(const char* name, const std::string& value, const std::string& expected);
 
