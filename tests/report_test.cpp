@@ -7,7 +7,6 @@
 #include <cmath>
 #include <filesystem>
 #include <fstream>
-#include <iterator>
 #include <set>
 #include <string>
 #include <tuple>
@@ -19,19 +18,14 @@
 #include "policy_lab/report_page.hpp"
 #include "policy_lab/svg.hpp"
 #include "support/catch.hpp"
+#include "support/files.hpp"
+#include "support/reasoner.hpp"
 
 using namespace beaconkv;
 using namespace beaconkv::lab;
+using namespace beaconkv::test;
 
 namespace {
-
-const std::filesystem::path model_directory = std::filesystem::path(BEACONKV_SOURCE_DIR) / "examples/models/reasoner";
-const std::filesystem::path prompts_file = model_directory / "prompts.jsonl";
-
-[[nodiscard]] const engine::Model& reasoner() {
-  static const engine::Model model = engine::Model::load(model_directory).or_throw();
-  return model;
-}
 
 [[nodiscard]] std::vector<ReportTask> tasks_of(index_t limit) {
   const std::vector<Problem> all = load_problems(prompts_file, model_directory, reasoner().vocab_size()).or_throw();
@@ -65,11 +59,6 @@ const std::filesystem::path prompts_file = model_directory / "prompts.jsonl";
 [[nodiscard]] Span span_of(const ReportTask& task) {
   const auto prompt = static_cast<position_t>(task.problem.prompt.size());
   return {prompt, prompt + static_cast<position_t>(task.full.tokens.size()) - 1};
-}
-
-[[nodiscard]] std::string text_of(const std::filesystem::path& file) {
-  std::ifstream in(file);
-  return {std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()};
 }
 
 /// Whether every tag is closed in order, attributes are quoted, and every & begins an entity. Empty where all is well.
