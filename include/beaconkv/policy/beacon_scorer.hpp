@@ -155,9 +155,12 @@ class BeaconScorer {
     for (index_t g = 0; g < group; ++g) {
       const std::span<const position_t> of_head =
           now.subspan(static_cast<std::size_t>(g * beacons), static_cast<std::size_t>(beacons));
+      auto next = of_head.begin();  // most beacons stay, in their order
       for (index_t r = 0; r < held.beacons; ++r) {
         const position_t tag = held.tags[static_cast<std::size_t>(g * held.beacons + r)];
-        left[static_cast<std::size_t>(g * held.rows + r)] = std::find(of_head.begin(), of_head.end(), tag) == of_head.end();
+        const auto found = next != of_head.end() && *next == tag ? next : std::find(of_head.begin(), of_head.end(), tag);
+        left[static_cast<std::size_t>(g * held.rows + r)] = found == of_head.end();
+        if (found != of_head.end()) next = found + 1;
       }
     }
   }
