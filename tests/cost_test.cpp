@@ -177,6 +177,12 @@ TEST_CASE("As many sequences run as fit into the memory beside the weights", "[c
   CHECK(window.sequence_bytes > static_cast<std::size_t>(row) * static_cast<std::size_t>(held));
   CHECK(window.sequences == sequences_that_fit(memory, weights, static_cast<double>(window.sequence_bytes)));
   CHECK(window.sequences > full.sequences);
+  CHECK(full.sequences_sharing == full.sequences);
+  CHECK(window.sequences_sharing > window.sequences);
+  const double workspace = static_cast<double>(
+      cost_of(reasoner(), spec_of("recent_window"), 64, two_problems(), texts, 1).or_throw().bytes.workspace);
+  CHECK(window.sequences_sharing ==
+        sequences_that_fit(memory, weights + workspace, static_cast<double>(window.sequence_bytes) - workspace));
   CHECK(run_many(reasoner(), spec_of("full"), 0, rows, two_problems(), texts, weights).or_throw().sequences == 0);
 }
 

@@ -190,9 +190,12 @@ Result<Goodput> run_many(const engine::Model& model, const PolicySpec& spec, ind
     if (sequences.empty()) {
       const PolicyBytes bytes = sequence->policy->bytes();
       out.sequence_bytes = static_cast<std::size_t>(rows * sequence->policy->bytes_per_token());
+      const std::size_t shared = spec.name == "full" ? 0 : bytes.workspace;
       if (spec.name != "full") out.sequence_bytes += bytes.total() - bytes.cache;
-      out.sequences = sequences_that_fit(memory, static_cast<double>(model.weight_count()) * sizeof(float),
-                                         static_cast<double>(out.sequence_bytes));
+      const double weights = static_cast<double>(model.weight_count()) * sizeof(float);
+      out.sequences = sequences_that_fit(memory, weights, static_cast<double>(out.sequence_bytes));
+      out.sequences_sharing =
+          sequences_that_fit(memory, weights + static_cast<double>(shared), static_cast<double>(out.sequence_bytes - shared));
       if (out.sequences == 0) return out;
     }
     sequences.push_back(std::move(*sequence));
@@ -262,14 +265,15 @@ void print_times(const std::vector<Line>& lines, int width) {
                                    int width) {
   std::printf("# sequences that fit into %g MB with %.2f MB of weights, decoding in turn on one thread\n", memory_mb,
               static_cast<double>(model.weight_count()) * sizeof(float) / 1e6);
-  std::printf("%-*s %6s %7s %12s %10s %9s %9s\n", width, "policy", "budget", "rows", "kB/sequence", "sequences", "tokens",
-              "tokens/s");
+  std::printf("%-*s %6s %7s %12s %10s %8s %9s %9s\n", width, "policy", "budget", "rows", "kB/sequence", "sequences", "sharing",
+              "tokens", "tokens/s");
   for (const Line& line : lines) {
     const Result<Goodput> g = run_many(model, line.spec, line.budget, line.cost.rows, problems, texts, memory_mb * 1e6);
     if (!g) return detail::invalid(line.spec.text, " at ", line.budget_text(), ": ", g.status().message());
-    std::printf("%-*s %6s %7lld %12s %10lld %9lld %9.0f\n", width, line.spec.text.c_str(), line.budget_text().c_str(),
+    std::printf("%-*s %6s %7lld %12s %10lld %8lld %9lld %9.0f\n", width, line.spec.text.c_str(), line.budget_text().c_str(),
                 static_cast<long long>(line.cost.rows), kilobytes(g->sequence_bytes).c_str(),
-                static_cast<long long>(g->sequences), static_cast<long long>(g->tokens), g->tokens_per_second());
+                static_cast<long long>(g->sequences), static_cast<long long>(g->sequences_sharing),
+                static_cast<long long>(g->tokens), g->tokens_per_second());
     std::fflush(stdout);
   }
   return {};

@@ -55,6 +55,7 @@ struct PolicyCost {
 struct Goodput {
   std::size_t sequence_bytes = 0;  ///< of one: keys and values of `rows` tokens, and all that its policy holds
   index_t sequences = 0;
+  index_t sequences_sharing = 0;  ///< that would fit if all shared one workspace, as an engine's do; not run
   index_t tokens = 0;
   double seconds = 0;  ///< of the decode steps, on one thread
 
