@@ -19,14 +19,17 @@ namespace {
 
 constexpr Shape shape = llama3_8b;
 
-/// BeaconKV with 16 beacons and 16 recent queries, from `tokens` down to 7/8 of them.
+/// As the paper has it: 16 beacons and 16 recent queries, from `tokens` down to 7/8 of them.
+[[nodiscard]] BeaconKVOptions<> published(index_t tokens) {
+  return {.budget = {.max = tokens, .min = tokens - tokens / 8}, .n_prefix = 0};
+}
+
 class Layer {
  public:
-  explicit Layer(index_t tokens)
+  explicit Layer(index_t tokens) : Layer(tokens, published(tokens)) {}
+  Layer(index_t tokens, const BeaconKVOptions<>& options)
       : period_(tokens / 8),
-        layer_(shape,
-               BeaconKV<>(shape, {.budget = {.max = tokens, .min = tokens - tokens / 8}, .n_prefix = 0}, llama3_rope(128)),
-               tokens, random_),
+        layer_(shape, BeaconKV<>(shape, options, llama3_rope(128)), tokens, random_),
         attention_(shape),
         out_(static_cast<std::size_t>(shape.query_heads * shape.head_dim)),
         work_(layer_.policy.workspace_size(tokens)) {}
@@ -103,6 +106,26 @@ void against_attention(Report& report, index_t tokens, double percent) {
   report.number(read, step / reading, "x", "the opponent itself: " + against(step, reading) + " for reading the cache");
 }
 
+/// What goes beyond the paper, against the published form.
+void beyond_the_paper(Report& report, index_t tokens) {
+  const std::string size = "/" + std::to_string(tokens);
+  const std::string names[] = {"eviction/credit_over_published" + size, "eviction/value_norm_over_published" + size,
+                               "eviction/both_over_published" + size};
+  if (!report.wants({names[0], names[1], names[2]})) return;
+  BeaconKVOptions<> credit = published(tokens);
+  credit.orphan_credit = 0.95F;
+  BeaconKVOptions<> value_norm = published(tokens);
+  value_norm.value_norm = true;
+  BeaconKVOptions<> both = BeaconKVOptions<>::with_orphan_credit(credit.budget);
+  both.n_prefix = 0;
+  Layer layers[] = {Layer(tokens), Layer(tokens, credit), Layer(tokens, value_norm), Layer(tokens, both)};
+  const auto seconds = fastest(
+      report.pace(), [&] { return layers[0].evict_cold(); }, [&] { return layers[1].evict_cold(); },
+      [&] { return layers[2].evict_cold(); }, [&] { return layers[3].evict_cold(); });
+  for (std::size_t i = 0; i < 3; ++i)
+    report.target(names[i], seconds[i + 1] / seconds[0], "x", at_most(1.1), against(seconds[i + 1], seconds[0]));
+}
+
 /// A token of `observer`, mean over a cycle of 16 tokens, of which one samples.
 template <class ObserverT>
 class Upkeep {
@@ -167,6 +190,8 @@ void measure_eviction(Report& report) {
   against_attention(report, 2048, 1.5);
   against_attention(report, 8192, 0.3);
   against_attention(report, 128, 35);
+  beyond_the_paper(report, 2048);
+  beyond_the_paper(report, 128);
   upkeep(report);
 }
 

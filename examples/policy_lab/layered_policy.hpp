@@ -75,7 +75,9 @@ class LayeredPolicy final : public ModelPolicy {
     for (index_t l = 0; l < layers_.num_layers(); ++l) {
       const QueryView queries = session.queries(l);
       const std::span<const float> one_token(queries.data, static_cast<std::size_t>(queries.heads * queries.dim));
+      const index_t pool = pool_of(l);
       if (Status s = layers_.policy(l).observe(one_token, session.next_position() - 1); !s) return s;
+      if (samples && pool == layers_.policy(l).observer().max_rows() - 1 && pool_of(l) <= pool) ++samplings_;
       if (score_at_reductions_)
         if (Status s = score_before_reduction(l); !s) return s;
     }
@@ -127,16 +129,48 @@ class LayeredPolicy final : public ModelPolicy {
   }
   [[nodiscard]] index_t bytes_per_token() const override { return layers_.num_layers() * layers_.cache(0).bytes_per_token(); }
   [[nodiscard]] std::size_t state_bytes() const override { return layers_.state_bytes(); }
+  [[nodiscard]] PolicyBytes bytes() const override {
+    PolicyBytes bytes;
+    for (index_t l = 0; l < layers_.num_layers(); ++l) {
+      const Policy& policy = layers_.policy(l);
+      const Cache& cache = layers_.cache(l);
+      for (index_t h = 0; h < cache.num_kv_heads(); ++h)
+        bytes.cache += static_cast<std::size_t>(num_tokens(l, h) * cache.bytes_per_token() / cache.num_kv_heads());
+      if constexpr (requires { policy.observer().beacon_bytes(); }) bytes.beacons += policy.observer().beacon_bytes();
+      if constexpr (requires { policy.scorer().state_bytes(); }) bytes.keys += policy.scorer().state_bytes();
+      bytes.queries += policy.observer().state_bytes();
+      bytes.books += cache.state_bytes();
+    }
+    bytes.queries -= bytes.beacons;
+    bytes.workspace = workspace_bytes_;
+    return bytes;
+  }
+  [[nodiscard]] double samplings() const override {
+    return static_cast<double>(samplings_) / static_cast<double>(layers_.num_layers());
+  }
 
  private:
   using Layers = Sequence<Policy, Cache>;
 
-  explicit LayeredPolicy(Layers layers) : layers_(std::move(layers)) {}
+  explicit LayeredPolicy(Layers layers)
+      : layers_(std::move(layers)),
+        pools_(static_cast<std::size_t>(layers_.num_layers())),
+        workspace_bytes_(layers_.workspace().capacity()) {}
+
+  static constexpr bool samples = requires(const Policy& policy) { policy.observer().pool_size(); };
+  [[nodiscard]] index_t pool_of(index_t layer) const {
+    if constexpr (samples) return layers_.policy(layer).observer().pool_size();
+    static_cast<void>(layer);
+    return 0;
+  }
 
   /// The session learns how many rows are left. Returns how many layers evicted.
   [[nodiscard]] Result<index_t> evict_where_due(Session& session) {
+    for (index_t l = 0; l < layers_.num_layers(); ++l) pools_[static_cast<std::size_t>(l)] = pool_of(l);
     const Result<SequenceReport> report = layers_.evict_where_due();
     if (!report) return report.status();
+    for (index_t l = 0; l < layers_.num_layers(); ++l)
+      if (pool_of(l) < pools_[static_cast<std::size_t>(l)]) samplings_ += 2;
     for (index_t l = 0; report->layers > 0 && l < layers_.num_layers(); ++l)
       for (index_t h = 0; h < layers_.cache(l).num_kv_heads(); ++h)
         if (Status s = session.set_length(l, h, num_tokens(l, h)); !s) return s;
@@ -162,6 +196,9 @@ class LayeredPolicy final : public ModelPolicy {
   }
 
   Layers layers_;
+  std::vector<index_t> pools_;  // before an eviction
+  index_t samplings_ = 0;       // summed over layers
+  std::size_t workspace_bytes_;
   EventLog* log_ = nullptr;
   bool score_at_reductions_ = false;
 };

@@ -7,6 +7,7 @@
 #include <cstdio>
 
 #include "policy_lab/capacity.hpp"
+#include "policy_lab/cost.hpp"
 #include "policy_lab/replay_run.hpp"
 #include "policy_lab/report.hpp"
 #include "policy_lab/run.hpp"
@@ -171,6 +172,22 @@ CLI::App* add_report(CLI::App& app, beaconkv::lab::ReportOptions& o) {
   return report;
 }
 
+CLI::App* add_cost(CLI::App& app, beaconkv::lab::CostOptions& o) {
+  CLI::App* const cost = app.add_subcommand("cost", "Bytes item by item, samplings, latency, and how many sequences fit");
+  cost->add_option("--model", o.model, "Folder with config.json and model.safetensors (Hugging Face layout)")->required();
+  cost->add_option("--prompts", o.prompts, "JSON lines, as for run")->required();
+  cost->add_option("--policies", o.policies, "Names with optional settings, as for run")->capture_default_str();
+  cost->add_option("--budgets", o.budgets, "Generated tokens that a KV head may hold at most")->capture_default_str();
+  cost->add_option("--limit", o.limit, "So many problems, evenly over the levels (0: all)")->capture_default_str();
+  cost->add_option("--max-new", o.max_new, "Longest text (0: 24 more than the longest right one of the level)")
+      ->capture_default_str();
+  cost->add_option("--repeats", o.repeats, "Each step's time is the least of so many runs")->capture_default_str();
+  cost->add_option("--memory-mb", o.memory_mb,
+                   "Run as many sequences as fit into so many megabytes, weights included (0: do not)")
+      ->capture_default_str();
+  return cost;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -222,11 +239,14 @@ int main(int argc, char** argv) {
 
   beaconkv::lab::SweepOptions sweep_options;
   CLI::App* const sweep = add_sweep(app, sweep_options);
+  beaconkv::lab::CostOptions cost_options;
+  CLI::App* const cost = add_cost(app, cost_options);
 
   CLI11_PARSE(app, argc, argv);
   options.compare = !fast;
   const beaconkv::Status status = *replay     ? beaconkv::lab::replay(replay_options)
                                   : *sweep    ? beaconkv::lab::sweep(sweep_options)
+                                  : *cost     ? beaconkv::lab::cost(cost_options)
                                   : *capacity ? beaconkv::lab::capacity(capacity_options)
                                   : *report   ? beaconkv::lab::report(report_options)
                                               : beaconkv::lab::run(options);

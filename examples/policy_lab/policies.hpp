@@ -16,6 +16,19 @@
 
 namespace beaconkv::lab {
 
+/// What a policy and its caches take, item by item, of all layers together.
+struct PolicyBytes {
+  std::size_t cache = 0;      ///< keys and values of the tokens that are held
+  std::size_t beacons = 0;    ///< queries that were sampled
+  std::size_t queries = 0;    ///< recent queries, or their moments
+  std::size_t keys = 0;       ///< what each cached key has: running scores, credits, lengths of values
+  std::size_t books = 0;      ///< positions of the cached tokens
+  std::size_t workspace = 0;  ///< scratch, which sequences may share
+
+  [[nodiscard]] std::size_t state() const noexcept { return beacons + queries + keys; }
+  [[nodiscard]] std::size_t total() const noexcept { return cache + state() + books + workspace; }
+};
+
 /// One policy at work on every layer of one sequence. It holds the policy objects and a view of each layer's KV memory.
 class ModelPolicy {
  public:
@@ -46,6 +59,10 @@ class ModelPolicy {
   [[nodiscard]] virtual position_t position(index_t layer, index_t head, index_t slot) const = 0;
   [[nodiscard]] virtual index_t bytes_per_token() const = 0;  ///< of all layers together
   [[nodiscard]] virtual std::size_t state_bytes() const = 0;  ///< of all layers together
+  [[nodiscard]] virtual PolicyBytes bytes() const = 0;
+  /// How often beacons were sampled since the prompt, in each layer on average: once where a bank was full, twice at an
+  /// eviction (for the scores, and when they stay). Each time all query heads are.
+  [[nodiscard]] virtual double samplings() const = 0;
 };
 
 /// What a policy is made for.

@@ -23,6 +23,7 @@ struct SplitScores {
     const detail::AttentionScratch scratch(work, group, rows, dim, keys);
     static_cast<void>(work.take<float>(scratch.total));
     static_cast<void>(work.take<float>(scratch.total));
+    static_cast<void>(work.take<std::uint8_t>(scratch.total / detail::lanes));
   });
 }
 
@@ -50,6 +51,8 @@ template <class Keys>
   const detail::AttentionScratch scratch(work, queries.group, queries.rows, queries.dim, n);
   const std::span<float> of_leading = work.take<float>(scratch.total);
   const std::span<float> of_others = work.take<float>(scratch.total);
+  const std::span<std::uint8_t> kinds = work.take<std::uint8_t>(scratch.total / detail::lanes);
+  std::fill(kinds.begin(), kinds.end(), std::uint8_t{0});
   const detail::RowLayout rows = detail::row_layout(1, queries.group * queries.rows, detail::lanes);
   ScoreReport report{detail::form_logits(keys, queries, domain, options, rows, rows, scratch)};
   for (index_t at = 0; at < rows.total; ++at) {
@@ -57,9 +60,14 @@ template <class Keys>
     const bool leads = at < rows.rows && at % queries.rows < leading;
     of_leading[i] = leads ? scratch.sum[i] : detail::masked_logit;
     of_others[i] = leads ? detail::masked_logit : scratch.sum[i];
+    if (at < rows.rows) {
+      std::uint8_t& kind = kinds[i / static_cast<std::size_t>(detail::lanes)];
+      kind = static_cast<std::uint8_t>(kind | (leads ? detail::ReduceTwoKinds::has_a : detail::ReduceTwoKinds::has_b));
+    }
   }
   detail::run<detail::ReduceTwoKinds>(scratch.logits.data(), n, rows.total, scratch.top.data(), of_leading.data(),
-                                      of_others.data(), out.leading.data(), out.leading_row.data(), out.others.data());
+                                      of_others.data(), kinds.data(), out.leading.data(), out.leading_row.data(),
+                                      out.others.data());
   std::copy_n(scratch.bad_key.begin(), n, out.bad_key.begin());
   for (const std::uint8_t bad : out.bad_key) report.num_non_finite += bad;
   return report;

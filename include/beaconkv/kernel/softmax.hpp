@@ -214,16 +214,19 @@ struct ReduceRows {
 
 /// Two kinds of rows apart: `a` the largest weight that rows of the first kind give a key, `row` the lowest row that gives it,
 /// `b` the largest of the second kind. `shift_a` and `shift_b` are `ReduceRows`' shift, masked for rows of the other kind; all
-/// `rows` rows, a multiple of `lanes` below 2^24.
+/// `rows` rows, a multiple of `lanes` below 2^24. `kinds` says which kinds there are among each `lanes` rows.
 struct ReduceTwoKinds {
+  static constexpr std::uint8_t has_a = 1;
+  static constexpr std::uint8_t has_b = 2;
+
   template <class Isa>
   BEACONKV_KERNEL void run(const float* logits, index_t count, index_t rows, const float* top, const float* shift_a,
-                           const float* shift_b, float* a, slot_t* row, float* b) noexcept {
+                           const float* shift_b, const std::uint8_t* kinds, float* a, slot_t* row, float* b) noexcept {
     for (index_t j = 0; j < count; j += 4) {
       Float4 most_a[4], reached_by[4], most_b[4];
       for (index_t i = 0; i < 4; ++i) {
         const index_t key = j + i < count ? j + i : count - 1;
-        over_rows<Isa>(most_a[i], reached_by[i], most_b[i], logits + key * rows, rows, top, shift_a, shift_b);
+        over_rows<Isa>(most_a[i], reached_by[i], most_b[i], logits + key * rows, rows, top, shift_a, shift_b, kinds);
       }
       largest_of_each(most_a);
       largest_of_each(reached_by);
@@ -269,7 +272,8 @@ struct ReduceTwoKinds {
 
   template <class Isa>
   BEACONKV_KERNEL void over_rows(Float4& most_a, Float4& reached_by, Float4& most_b, const float* logits, index_t rows,
-                                 const float* top, const float* shift_a, const float* shift_b) noexcept {
+                                 const float* top, const float* shift_a, const float* shift_b,
+                                 const std::uint8_t* kinds) noexcept {
     using F = typename Isa::Floats;
     using I = typename Isa::Ints;
     constexpr float from_zero[lanes] = {0, -1, -2, -3, -4, -5, -6, -7, -8, -9, -10, -11, -12, -13, -14, -15};
@@ -279,23 +283,30 @@ struct ReduceTwoKinds {
     Lanes<Isa>::fill(a, masked_logit);
     Lanes<Isa>::fill(b, masked_logit);
     for (index_t r = 0; r < rows; r += lanes) {
-      Lanes<Isa> z, largest, offset_a, offset_b;
-      Lanes<Isa>::read(z, logits + r);
+      const std::uint8_t kind = kinds[r / lanes];
+      Lanes<Isa> below, largest, offset;
+      Lanes<Isa>::read(below, logits + r);
       Lanes<Isa>::read(largest, top + r);
-      Lanes<Isa>::read(offset_a, shift_a + r);
-      Lanes<Isa>::read(offset_b, shift_b + r);
-      BEACONKV_UNROLL for (index_t i = 0; i < Lanes<Isa>::count; ++i) {
-        const F below = z.part[i] - largest.part[i];
-        const F of_a = below + offset_a.part[i];
-        const F of_b = below + offset_b.part[i];
-        I more;
-        bits_of(more, F(a.part[i] - of_a));
-        mask_negative(more, more);
-        select(by.part[i], more, number.part[i], by.part[i]);
-        raise_to(a.part[i], of_a);
-        raise_to(b.part[i], of_b);
-        number.part[i] -= static_cast<float>(lanes);
+      BEACONKV_UNROLL for (index_t i = 0; i < Lanes<Isa>::count; ++i) below.part[i] = below.part[i] - largest.part[i];
+      if ((kind & has_a) != 0) {
+        Lanes<Isa>::read(offset, shift_a + r);
+        BEACONKV_UNROLL for (index_t i = 0; i < Lanes<Isa>::count; ++i) {
+          const F of_a = below.part[i] + offset.part[i];
+          I more;
+          bits_of(more, F(a.part[i] - of_a));
+          mask_negative(more, more);
+          select(by.part[i], more, number.part[i], by.part[i]);
+          raise_to(a.part[i], of_a);
+        }
       }
+      if ((kind & has_b) != 0) {
+        Lanes<Isa>::read(offset, shift_b + r);
+        BEACONKV_UNROLL for (index_t i = 0; i < Lanes<Isa>::count; ++i) {
+          const F of_b = below.part[i] + offset.part[i];
+          raise_to(b.part[i], of_b);
+        }
+      }
+      BEACONKV_UNROLL for (index_t i = 0; i < Lanes<Isa>::count; ++i) number.part[i] -= static_cast<float>(lanes);
     }
     largest_four(most_a, a);
     largest_four(most_b, b);

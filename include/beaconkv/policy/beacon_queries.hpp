@@ -155,8 +155,10 @@ class BeaconQueries {
     if (beacons_.empty()) return {};
     return {rope_cursor_workspace_size(dim_).bytes + beacons_[0].workspace_size(n_recent_ + tokens).bytes, 0, 0};
   }
-  [[nodiscard]] std::size_t state_bytes() const noexcept {
-    std::size_t bytes = ring_.state_bytes();
+  [[nodiscard]] std::size_t state_bytes() const noexcept { return ring_.state_bytes() + beacon_bytes(); }
+  /// The beacons' part of it; the rest are recent queries and those that wait.
+  [[nodiscard]] std::size_t beacon_bytes() const noexcept {
+    std::size_t bytes = 0;
     for (const ContinualFps& b : beacons_) bytes += b.state_bytes();
     return bytes;
   }

@@ -26,6 +26,9 @@ namespace beaconkv::inline v0 {
 /// Keys are known by their slots: an engine that takes observed tokens back by itself (`truncate`) and writes others leaves
 /// these the credits of those. `Sequence` never does.
 ///
+/// With `value_norm` the lengths of values are remembered, too (`detail::ValueLengths`), so that an eviction reads the values
+/// of new tokens only.
+///
 /// Scores that are formed through a const policy are the same, but note nothing: a plan made of them, or by hand, moves credits
 /// along with their keys and changes none.
 class BeaconScorer {
@@ -71,14 +74,14 @@ class BeaconScorer {
   template <CacheReader Cache>
   [[nodiscard]] Result<ScoreReport> score(const Cache& cache, const Observations& observations, Range candidates,
                                           ScoreMatrix out, Workspace& work) {
-    return score_with(cache, observations, candidates, out, work, &credits_);
+    return score_with(cache, observations, candidates, out, work, this);
   }
 
   [[nodiscard]] WorkspaceSize workspace_size(const Shape& shape, index_t rows, index_t tokens) const {
     WorkspaceSize last = options_.attention.value_norm ? detail::value_norm_workspace_size(shape.head_dim) : WorkspaceSize{};
     if (options_.key_diff_share > 0) last = max(last, detail::key_diff_workspace_size(shape.head_dim, tokens));
     const WorkspaceSize published = max(options_.attention.workspace_size(shape, rows, tokens), last);
-    if (!takes_notes()) return published;
+    if (!has_credits()) return published;
     return max(published, detail::measure([&](Workspace& work) {
                  static_cast<void>(Scratch(work, shape.group(), rows, tokens));
                  last = max(last, split_attention_workspace_size(shape.group(), rows, shape.head_dim, tokens));
@@ -87,23 +90,29 @@ class BeaconScorer {
   }
 
   /// Whether scoring notes anything for `commit`, and needs the beacons' positions for it.
-  [[nodiscard]] bool takes_notes() const noexcept { return options_.orphan_credit > 0; }
-  /// Room for the credits of `slots` slots of each head, and for `rows` rows of each query head. Allocates where there was
-  /// less.
+  [[nodiscard]] bool takes_notes() const noexcept { return has_credits() || options_.attention.value_norm; }
+  /// Room for what `slots` slots of each head remember, and for `rows` rows of each query head. Allocates where there was less.
   void reserve(const Shape& shape, index_t rows, index_t slots) {
-    if (takes_notes()) credits_.reserve(shape.kv_heads, shape.group(), rows, slots);
+    if (has_credits()) credits_.reserve(shape.kv_heads, shape.group(), rows, slots);
+    if (options_.attention.value_norm) lengths_.reserve(shape.kv_heads, slots);
   }
   /// All heads of the cache were scored in this state of it: what was noted is for plans of this state.
-  void noted(std::uint64_t epoch) noexcept { credits_.noted(epoch); }
-  /// Credits follow the keys that stay. O(kept tokens) a head; no allocation.
-  void commit(const KeepPlan& plan, const Shape&) noexcept {
-    if (takes_notes()) credits_.commit(plan);
+  void noted(std::uint64_t epoch) noexcept {
+    credits_.noted(epoch);
+    lengths_.noted(epoch);
   }
-  [[nodiscard]] std::size_t state_bytes() const noexcept { return credits_.state_bytes(); }
+  /// Credits, and lengths of values, follow the keys that stay. O(kept tokens) a head; no allocation.
+  void commit(const KeepPlan& plan, const Shape&) noexcept {
+    if (has_credits()) credits_.commit(plan);
+    if (options_.attention.value_norm) lengths_.commit(plan);
+  }
+  [[nodiscard]] std::size_t state_bytes() const noexcept { return credits_.state_bytes() + lengths_.state_bytes(); }
+  /// Lengths of values are not saved: they are in the cache.
   template <class Archive>
   void exchange(Archive& archive) {
-    archive.expect("orphan_credit is on", takes_notes() ? 1 : 0);
-    if (takes_notes()) credits_.exchange(archive);
+    archive.expect("orphan_credit is on", has_credits() ? 1 : 0);
+    if (has_credits()) credits_.exchange(archive);
+    if constexpr (Archive::loading) lengths_.forget();
   }
 
  private:
@@ -146,20 +155,25 @@ class BeaconScorer {
     for (index_t g = 0; g < group; ++g) {
       const std::span<const position_t> of_head =
           now.subspan(static_cast<std::size_t>(g * beacons), static_cast<std::size_t>(beacons));
+      auto next = of_head.begin();  // most beacons stay, in their order
       for (index_t r = 0; r < held.beacons; ++r) {
         const position_t tag = held.tags[static_cast<std::size_t>(g * held.beacons + r)];
-        left[static_cast<std::size_t>(g * held.rows + r)] = std::find(of_head.begin(), of_head.end(), tag) == of_head.end();
+        const auto found = next != of_head.end() && *next == tag ? next : std::find(of_head.begin(), of_head.end(), tag);
+        left[static_cast<std::size_t>(g * held.rows + r)] = found == of_head.end();
+        if (found != of_head.end()) next = found + 1;
       }
     }
   }
 
   template <CacheReader Cache>
   [[nodiscard]] Result<ScoreReport> score_with(const Cache& cache, const Observations& observations, Range candidates,
-                                               ScoreMatrix out, Workspace& work, detail::OrphanCredits* notes) const {
-    if (!takes_notes()) {
-      const Result<ScoreReport> published = options_.attention.score(cache, observations, candidates, out, work);
-      for (index_t h = 0; published && h < out.heads; ++h)
-        if (Status s = detail::mix_with_key_diff(cache, h, candidates, options_.key_diff_share, out.row(h), work); !s) return s;
+                                               ScoreMatrix out, Workspace& work, BeaconScorer* notes) const {
+    if (!has_credits()) {
+      AttentionScorer attention = options_.attention;
+      attention.value_norm = false;  // below
+      Result<ScoreReport> published = attention.score(cache, observations, candidates, out, work);
+      if (published)
+        if (Status s = finish(cache, observations, candidates, out, *published, work, notes); !s) return s;
       return published;
     }
     const index_t group = observations.query_heads / out.heads;
@@ -193,20 +207,36 @@ class BeaconScorer {
       }
       for (std::size_t j = 0; j < scratch.bad_key.size(); ++j)
         if (scratch.bad_key[j] != 0) out.row(h)[j] = detail::quiet_nan();
-      const Result<index_t> bad_values =
-          options_.attention.weigh_by_values(cache, h, candidates, observations.dim, out.row(h), work);
-      if (!bad_values) return bad_values.status();
-      report.num_non_finite += *bad_values;
-      if (Status s = detail::mix_with_key_diff(cache, h, candidates, options_.key_diff_share, out.row(h), work); !s) return s;
     }
+    if (Status s = finish(cache, observations, candidates, out, report, work, notes); !s) return s;
     return report;
   }
 
+  /// What comes behind the weights of each head: the lengths of its values, and the ranks.
+  template <CacheReader Cache>
+  [[nodiscard]] Status finish(const Cache& cache, const Observations& observations, Range candidates, ScoreMatrix out,
+                              ScoreReport& report, Workspace& work, BeaconScorer* notes) const {
+    const index_t first_head = observations.first_query_head / (observations.query_heads / out.heads);
+    for (index_t h = 0; h < out.heads; ++h) {
+      if (options_.attention.value_norm) {
+        const auto multiply = [&](auto& lengths) {
+          return lengths.multiply(cache, h, first_head + h, candidates, observations.dim, out.row(h), work);
+        };
+        const Result<index_t> bad_values = notes != nullptr ? multiply(notes->lengths_) : multiply(lengths_);
+        if (!bad_values) return bad_values.status();
+        report.num_non_finite += *bad_values;
+      }
+      if (Status s = detail::mix_with_key_diff(cache, h, candidates, options_.key_diff_share, out.row(h), work); !s) return s;
+    }
+    return {};
+  }
+
+  [[nodiscard]] bool has_credits() const noexcept { return options_.orphan_credit > 0; }
   [[nodiscard]] bool attention_pools() const noexcept { return options_.attention.attention.pool.active(); }
 
   /// From the weights of recent queries, in `scores`, to scores; and what the keys will remember, to `notes`.
   void add_credits(const Observations& observations, index_t head, index_t group, Range candidates, std::span<float> scores,
-                   const Scratch& scratch, detail::OrphanCredits* notes) const noexcept {
+                   const Scratch& scratch, BeaconScorer* notes) const noexcept {
     const index_t beacons = beacons_of(observations);
     const index_t kv_head = observations.first_query_head / group + head;
     const std::span<const position_t> tags =
@@ -217,8 +247,8 @@ class BeaconScorer {
     const auto held_first = static_cast<std::size_t>(held.first);
     detail::OrphanCredits::Notes noted;
     if (notes != nullptr)
-      noted = notes->note(kv_head, candidates.first, static_cast<index_t>(scores.size()) - candidates.first, observations.rows,
-                          beacons, tags);
+      noted = notes->credits_.note(kv_head, candidates.first, static_cast<index_t>(scores.size()) - candidates.first,
+                                   observations.rows, beacons, tags);
     for (std::size_t j = first; j < scores.size(); ++j) {
       float carried = 0;
       if (const std::size_t i = j - held_first; j >= held_first && i < held.credit.size()) {
@@ -238,6 +268,7 @@ class BeaconScorer {
 
   Options options_{};
   detail::OrphanCredits credits_;
+  detail::ValueLengths lengths_;
 };
 
 }  // namespace beaconkv::inline v0

@@ -31,7 +31,8 @@ struct BeaconKVOptions {
   /// to this share of itself at each eviction, 0 to 1, instead of being lost at once (`BeaconScorer`). 0: none. Needs maxima
   /// over queries and heads. 12 bytes a slot of the budget and KV head.
   float orphan_credit = 0;
-  /// Final scores times the Euclidean length of the key's value: what goes with a key is its weight times its value.
+  /// Final scores times the Euclidean length of the key's value: what goes with a key is its weight times its value. 4 bytes a
+  /// slot of the budget and KV head.
   bool value_norm = false;
   /// Above 0, at most 1: in the end candidates are ranked, and this share of the rank goes by how far a key is from the mean
   /// direction of all (KeyDiff). 0.3 is a good share where a hundred tokens or more stay. Two more passes over the keys.
