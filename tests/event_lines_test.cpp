@@ -4,12 +4,11 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <string>
 #include <vector>
 
 #include "policy_lab/event_lines.hpp"
+#include "support/files.hpp"
 #include "support/sequence_run.hpp"
 
 using namespace beaconkv;
@@ -17,24 +16,6 @@ using namespace beaconkv::lab;
 using namespace beaconkv::test;
 
 namespace {
-
-/// A path whose file is gone afterwards.
-class TemporaryPath {
- public:
-  explicit TemporaryPath(const std::string& text = "") { std::ofstream(path_, std::ios::binary) << text; }
-  ~TemporaryPath() { std::filesystem::remove(path_); }
-  TemporaryPath(const TemporaryPath&) = delete;
-  TemporaryPath& operator=(const TemporaryPath&) = delete;
-  [[nodiscard]] const std::filesystem::path& path() const { return path_; }
-
- private:
-  std::filesystem::path path_ = std::filesystem::temp_directory_path() / "beaconkv_event_lines_test.jsonl";
-};
-
-[[nodiscard]] std::string text_of(const std::filesystem::path& file) {
-  std::ifstream in(file, std::ios::binary);
-  return {std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()};
-}
 
 void require_same_tokens(const std::vector<LoggedToken>& a, const std::vector<LoggedToken>& b) {
   REQUIRE(a.size() == b.size());
@@ -90,7 +71,7 @@ const std::string one_head =
 const std::string event = R"({"step":7,"layer":0,"seconds":0.25,"bytes_freed":64,"heads":[)" + one_head + "]}";
 
 [[nodiscard]] std::string error_of(const std::string& text) {
-  const TemporaryPath file(text);
+  const TemporaryFile file(text);
   const Result<std::vector<EventRun>> runs = read_events(file.path());
   REQUIRE_FALSE(runs.ok());
   return runs.status().message();
@@ -103,14 +84,6 @@ const std::string event = R"({"step":7,"layer":0,"seconds":0.25,"bytes_freed":64
   return error_of(head + "\n" + line.replace(found, from.size(), to) + "\n");
 }
 
-void require_says(const std::string& message, const std::vector<std::string>& parts) {
-  CAPTURE(message);
-  for (const std::string& part : parts) {
-    CAPTURE(part);
-    REQUIRE(message.find(part) != std::string::npos);
-  }
-}
-
 }  // namespace
 
 TEST_CASE("event logs of every policy are read back to the bit", "[event_lines]") {
@@ -119,7 +92,7 @@ TEST_CASE("event logs of every policy are read back to the bit", "[event_lines]"
   std::vector<EventRun> runs;
   for_each_policy([&](const char* name, auto policy) { runs.push_back(run_of(name, policy, random)); });
   runs.push_back({"nothing evicted", "full", 0, {}});
-  const TemporaryPath file;
+  const TemporaryFile file;
   require_ok(write_events(file.path(), runs));
   require_same_runs(require_value(read_events(file.path())), runs);
   const std::string text = text_of(file.path());
@@ -137,13 +110,13 @@ TEST_CASE("scores that are no numbers, and the smallest and largest, survive", "
     scores.kept.push_back({position++, float_of(bits)});
   odd.heads = {scores, {}};
   const std::vector<EventRun> runs{{"", "", 0, {odd}}};
-  const TemporaryPath file;
+  const TemporaryFile file;
   require_ok(write_events(file.path(), runs));
   require_same_runs(require_value(read_events(file.path())), runs);
 }
 
 TEST_CASE("the documented lines are read", "[event_lines]") {
-  const TemporaryPath file(head + "\n" + event + "\n");
+  const TemporaryFile file(head + "\n" + event + "\n");
   const std::vector<EventRun> runs = require_value(read_events(file.path()));
   REQUIRE(runs.size() == 1);
   REQUIRE(runs[0].policy == "q");
@@ -173,7 +146,7 @@ TEST_CASE("damaged lines are refused by number and reason", "[event_lines]") {
   // Cut anywhere, it is never taken for a whole one.
   for (std::size_t cut = 1; cut + 1 < whole.size(); ++cut) {
     CAPTURE(cut);
-    const TemporaryPath file(whole.substr(0, cut));
+    const TemporaryFile file(whole.substr(0, cut));
     REQUIRE_FALSE(read_events(file.path()).ok());
   }
 

@@ -13,58 +13,24 @@
 
 #include "policy_lab/evaluation.hpp"
 #include "policy_lab/problems.hpp"
+#include "policy_lab/results.hpp"
 #include "policy_lab/run.hpp"
 #include "policy_lab/settings.hpp"
 #include "policy_lab/table.hpp"
 #include "support/catch.hpp"
+#include "support/files.hpp"
 #include "support/instruction_sets.hpp"
+#include "support/reasoner.hpp"
 
 using namespace beaconkv;
 using namespace beaconkv::lab;
+using namespace beaconkv::test;
 
 namespace {
-
-const std::filesystem::path model_directory = std::filesystem::path(BEACONKV_SOURCE_DIR) / "examples/models/reasoner";
-const std::filesystem::path prompts_file = model_directory / "prompts.jsonl";
-
-[[nodiscard]] const engine::Model& reasoner() {
-  static const engine::Model model = engine::Model::load(model_directory).or_throw();
-  return model;
-}
-
-/// The first problem of each of some levels.
-[[nodiscard]] std::vector<Problem> some_problems(index_t count) {
-  return take_evenly(load_problems(prompts_file, model_directory, reasoner().vocab_size()).or_throw(), count);
-}
-
-/// A file that is gone afterwards.
-class TemporaryFile {
- public:
-  explicit TemporaryFile(const std::string& text)
-      : path_(std::filesystem::temp_directory_path() / ("beaconkv_lab_test_" + std::to_string(counter_++) + ".jsonl")) {
-    std::ofstream(path_) << text;
-  }
-  ~TemporaryFile() { std::filesystem::remove(path_); }
-  TemporaryFile(const TemporaryFile&) = delete;
-  TemporaryFile& operator=(const TemporaryFile&) = delete;
-  [[nodiscard]] const std::filesystem::path& path() const { return path_; }
-
- private:
-  static inline int counter_ = 0;
-  std::filesystem::path path_;
-};
 
 [[nodiscard]] std::string load_error(const std::string& text) {
   const TemporaryFile file(text);
   return load_problems(file.path(), model_directory, 56).status().message();
-}
-
-void require_says(const std::string& message, const std::vector<std::string>& parts) {
-  CAPTURE(message);
-  for (const std::string& part : parts) {
-    CAPTURE(part);
-    REQUIRE(message.find(part) != std::string::npos);
-  }
 }
 
 [[nodiscard]] EvaluationOptions options_for(const Problem& problem) {
@@ -334,6 +300,79 @@ TEST_CASE("speed against rpc at the same budget, whichever stands first") {
   REQUIRE(lines[4][against_rpc] == "+0.0");
 }
 
+TEST_CASE("what each policy did on each problem, written and read") {
+  const TemporaryFile file;
+  const TemporaryFile csv;
+  const RunOptions options{.model = model_directory,
+                           .prompts = prompts_file,
+                           .policies = "full,snapkv:kernel=1",
+                           .budgets = "64",
+                           .limit = 3,
+                           .csv = csv.path(),
+                           .results = file.path()};
+  REQUIRE(run(options).ok());
+  const std::vector<ProblemResult> results = read_results(file.path()).or_throw();
+  const std::vector<Problem> problems = some_problems(3);
+  REQUIRE(results.size() == 6);
+  index_t evictions = 0;
+  double regret = 0;
+  for (std::size_t i = 0; i < results.size(); ++i) {
+    CAPTURE(i);
+    const ProblemResult& r = results[i];
+    REQUIRE(r.policy == (i < 3 ? "full" : "snapkv:kernel=1"));
+    REQUIRE(r.budget == (i < 3 ? 0 : 64));
+    REQUIRE(r.problem == problems[i % 3].id);
+    REQUIRE(r.level == problems[i % 3].level);
+    REQUIRE(r.steps > 100);
+    REQUIRE(r.step_p50_us <= r.step_max_us);
+    REQUIRE(r.step_max_us <= r.model_us + r.policy_us);
+    if (i < 3) {
+      REQUIRE((r.exact && r.same_text && r.kl == 0.0 && r.regret == 0.0 && r.evictions == 0));
+    } else {
+      REQUIRE((r.kl > 0.0 && r.regret > 0.0 && r.evictions > 0));
+      evictions += r.evictions;
+      regret += *r.regret / 3;
+    }
+  }
+  const auto lines = read_csv(csv.path());
+  REQUIRE(lines[2][column("evictions")] == std::to_string(evictions));
+  REQUIRE_THAT(std::stod(lines[2][column("attention_mass_kept")]), Catch::Matchers::WithinAbs(1 - regret, 1e-4));
+
+  REQUIRE(write_results(file.path(), results).ok());
+  const std::string text = text_of(file.path());
+  REQUIRE(write_results(file.path(), read_results(file.path()).or_throw()).ok());
+  REQUIRE(text_of(file.path()) == text);
+}
+
+TEST_CASE("damaged results are refused with their line") {
+  const std::string line =
+      R"({"policy":"p","budget":64,"problem":"7","level":1,"exact":true,"same_text":false,"kl":null,"regret":0.5,"steps":3,)"
+      R"("evictions":1,"model_us":1.5,"policy_us":2,"step_p50_us":1,"step_max_us":2,"peak_kv_bytes":8,"state_bytes":0})";
+  const auto error_of = [](const std::string& text) {
+    const TemporaryFile file(text);
+    const Result<std::vector<ProblemResult>> results = read_results(file.path());
+    REQUIRE_FALSE(results.ok());
+    return results.status().message();
+  };
+  const TemporaryFile good(line + "\n");
+  const std::vector<ProblemResult> results = read_results(good.path()).or_throw();
+  REQUIRE(results.size() == 1);
+  REQUIRE((results[0].policy == "p" && results[0].exact && !results[0].kl && results[0].regret == 0.5));
+  require_says(error_of(line + "\n" + line + "\n"), {"line 2", "p at 64 on problem '7' is there twice"});
+  require_says(error_of(line.substr(0, line.size() - 4)), {"line 1"});
+  const auto with = [&](const std::string& from, const std::string& to) {
+    std::string changed = line;
+    REQUIRE(changed.find(from) != std::string::npos);
+    return error_of(changed.replace(changed.find(from), from.size(), to) + "\n");
+  };
+  require_says(with("\"budget\":64", "\"budget\":-1"), {"line 1", "budget = -1", "not negative"});
+  require_says(with("\"exact\":true", "\"exact\":1"), {"line 1", "exact = 1", "true or false"});
+  require_says(with("\"kl\":null", "\"kl\":\"x\""), {"line 1", "kl = \"x\""});
+  require_says(with("\"level\":1,", ""), {"line 1", "'level'"});
+  require_says(with("\"level\":1,", "\"level\":1,\"more\":2,"), {"line 1", "more"});
+  require_says(read_results("/does/not/exist").status().message(), {"/does/not/exist"});
+}
+
 TEST_CASE("an instruction set can be forced") {
   const test::ForcedSet restore(instruction_set());
   RunOptions options{.model = model_directory, .prompts = prompts_file, .policies = "rpc", .budgets = "64", .limit = 1};
@@ -370,6 +409,7 @@ TEST_CASE("what cannot work is refused before anything runs") {
   require_says(error([](RunOptions& o) { o.layers_per_step = -1; }), {"--layers-per-step = -1"});
   require_says(error([](RunOptions& o) { o.model = "/does/not/exist"; }), {"/does/not/exist"});
   require_says(error([](RunOptions& o) { o.csv = "/does/not/exist/a.csv"; }), {"/does/not/exist/a.csv"});
+  require_says(error([](RunOptions& o) { o.results = "/does/not/exist/a"; }), {"--results", "/does/not/exist/a"});
 }
 
 TEST_CASE("rows sum outcomes up") {

@@ -5,27 +5,20 @@
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <limits>
 #include <string>
 #include <vector>
 
 #include "policy_lab/replay_run.hpp"
 #include "support/catch.hpp"
+#include "support/files.hpp"
+#include "support/reasoner.hpp"
 
 using namespace beaconkv;
 using namespace beaconkv::lab;
+using namespace beaconkv::test;
 
 namespace {
-
-const std::filesystem::path model_directory = std::filesystem::path(BEACONKV_SOURCE_DIR) / "examples/models/reasoner";
-const std::filesystem::path prompts_file = model_directory / "prompts.jsonl";
-
-[[nodiscard]] const engine::Model& reasoner() {
-  static const engine::Model model = engine::Model::load(model_directory).or_throw();
-  return model;
-}
 
 /// A problem of the first level, its full text, and a policy on it.
 struct Run {
@@ -36,7 +29,7 @@ struct Run {
 };
 [[nodiscard]] Run run_policy(const std::string& text, index_t budget, const Intervention& intervention = {}) {
   Run run;
-  run.problem = take_evenly(load_problems(prompts_file, model_directory, reasoner().vocab_size()).or_throw(), 1).front();
+  run.problem = some_problems(1).front();
   EventLog log;
   EvaluationOptions options{.max_new = max_new_of(run.problem, {run.problem}, 0),
                             .eos = reasoner().config().eos_ids,
@@ -71,19 +64,9 @@ void require_step(const HeadStep& step, const HeadStep& expected) {
   REQUIRE(step.found == expected.found);
 }
 
-[[nodiscard]] std::string text_of(const std::filesystem::path& file) {
-  std::ifstream in(file);
-  return {std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()};
-}
-
 [[nodiscard]] std::string lines_without_heading(const std::filesystem::path& file) {
   const std::string text = text_of(file);
   return text.substr(text.find('\n') + 1);
-}
-
-void require_says(const std::string& message, const std::vector<std::string>& parts) {
-  CAPTURE(message);
-  for (const std::string& part : parts) REQUIRE(message.find(part) != std::string::npos);
 }
 
 }  // namespace

@@ -17,53 +17,24 @@
 #include "policy_lab/sweep.hpp"
 #include "policy_lab/sweep_rows.hpp"
 #include "support/catch.hpp"
+#include "support/files.hpp"
 #include "support/random.hpp"
+#include "support/reasoner.hpp"
 
 using namespace beaconkv;
 using namespace beaconkv::lab;
+using namespace beaconkv::test;
 using Catch::Matchers::WithinAbs;
 
 namespace {
 
-const std::filesystem::path model_directory = std::filesystem::path(BEACONKV_SOURCE_DIR) / "examples/models/reasoner";
-const std::filesystem::path prompts_file = model_directory / "prompts.jsonl";
 const std::filesystem::path reference_file =
     std::filesystem::path(BEACONKV_SOURCE_DIR) / "examples/policy_lab/reference_results.json";
-
-[[nodiscard]] const engine::Model& reasoner() {
-  static const engine::Model model = engine::Model::load(model_directory).or_throw();
-  return model;
-}
-
-void require_says(const std::string& message, const std::vector<std::string>& parts) {
-  CAPTURE(message);
-  for (const std::string& part : parts) {
-    CAPTURE(part);
-    REQUIRE(message.find(part) != std::string::npos);
-  }
-}
 
 void require_near(const Interval& i, double low, double high, double margin = 5e-5) {
   REQUIRE_THAT(i.low, WithinAbs(low, margin));
   REQUIRE_THAT(i.high, WithinAbs(high, margin));
 }
-
-/// A name for a file that is gone afterwards.
-class TemporaryFile {
- public:
-  explicit TemporaryFile(const std::string& text = "")
-      : path_(std::filesystem::temp_directory_path() / ("beaconkv_sweep_test_" + std::to_string(counter_++))) {
-    std::ofstream(path_) << text;
-  }
-  ~TemporaryFile() { std::filesystem::remove(path_); }
-  TemporaryFile(const TemporaryFile&) = delete;
-  TemporaryFile& operator=(const TemporaryFile&) = delete;
-  [[nodiscard]] const std::filesystem::path& path() const { return path_; }
-
- private:
-  static inline int counter_ = 0;
-  std::filesystem::path path_;
-};
 
 /// The evictions of a policy along the full cache's text of the first problem.
 [[nodiscard]] std::vector<EvictionEvent> evictions_of(const std::string& policy, index_t budget) {

@@ -8,6 +8,7 @@
 
 #include "policy_lab/capacity.hpp"
 #include "policy_lab/replay_run.hpp"
+#include "policy_lab/report.hpp"
 #include "policy_lab/run.hpp"
 #include "policy_lab/sweep.hpp"
 
@@ -145,6 +146,31 @@ CLI::App* add_capacity(CLI::App& app, beaconkv::lab::CapacityOptions& o) {
   return capacity;
 }
 
+CLI::App* add_report(CLI::App& app, beaconkv::lab::ReportOptions& o) {
+  CLI::App* const report = app.add_subcommand("report", "One page with tables and plots: DIR/index.html");
+  report->add_option("directory", o.directory, "Where the page goes; made where it is missing")->required()->type_name("DIR");
+  report->add_option("--model", o.model, "Folder with config.json and model.safetensors (Hugging Face layout)")->required();
+  report->add_option("--prompts", o.prompts, "JSON lines, as for run")->required();
+  report->add_option("--results", o.results,
+                     "Accuracy from files of run --results, once or more; without it, it is measured here");
+  report->add_option("--policies", o.policies, "Names with optional settings, as for run: those in colour")
+      ->capture_default_str();
+  report->add_option("--budgets", o.budgets, "Of accuracy, where it is measured here")->capture_default_str();
+  report->add_option("--budget", o.budget, "Of regret, latency and kept positions")->capture_default_str();
+  report->add_option("--limit", o.limit, "So many problems are run here, evenly over the levels (0: all)")
+      ->capture_default_str();
+  report->add_option("--repeats", o.repeats, "Each step's time is the least of so many runs")->capture_default_str();
+  report->add_option("--max-new", o.max_new, "Longest text (0: 24 more than the longest right one of the level)")
+      ->capture_default_str();
+  report->add_option("--needed", o.needed, "A key that the full cache gives a larger weight is needed")->capture_default_str();
+  report->add_option("--problem", o.problem,
+                     "The id of the problem whose kept positions are shown (default: one on which the policies differ)");
+  report->add_option("--instruction-set", o.instruction_set,
+                     "baseline, avx2 or avx512, of all kernels (default: the best that this machine has)");
+  report->add_option("--date", o.date, "The date on the page (default: today)");
+  return report;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -189,6 +215,11 @@ int main(int argc, char** argv) {
   beaconkv::lab::CapacityOptions capacity_options;
   CLI::App* const capacity = add_capacity(app, capacity_options);
 
+  beaconkv::lab::ReportOptions report_options;
+  CLI::App* const report = add_report(app, report_options);
+  report_options.command = "policy_lab";
+  for (int i = 1; i < argc; ++i) report_options.command.append(" ").append(argv[i]);
+
   beaconkv::lab::SweepOptions sweep_options;
   CLI::App* const sweep = add_sweep(app, sweep_options);
 
@@ -197,6 +228,7 @@ int main(int argc, char** argv) {
   const beaconkv::Status status = *replay     ? beaconkv::lab::replay(replay_options)
                                   : *sweep    ? beaconkv::lab::sweep(sweep_options)
                                   : *capacity ? beaconkv::lab::capacity(capacity_options)
+                                  : *report   ? beaconkv::lab::report(report_options)
                                               : beaconkv::lab::run(options);
   if (!status) {
     std::fprintf(stderr, "policy_lab: %s\n", status.message().c_str());

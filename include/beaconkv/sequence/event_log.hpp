@@ -130,6 +130,7 @@ template <class Policy, class MakePlan, class Apply, class MakeEvent>
                                                   MakeEvent make_event, std::optional<EvictionEvent>& event) {
   double aside = 0;
   const double start = seconds_now();
+  const bool recorded = work.plan().records_scores();
   work.plan().record_scores(true);
   Result<EvictionReport> report = evict_by(policy, work, make_plan, [&](const KeepPlan& plan) {
     const double before = seconds_now();
@@ -137,7 +138,7 @@ template <class Policy, class MakePlan, class Apply, class MakeEvent>
     aside = seconds_now() - before;
     return apply(plan);
   });
-  work.plan().record_scores(false);
+  work.plan().record_scores(recorded);
   if (!report || report->evicted == 0)
     event.reset();
   else

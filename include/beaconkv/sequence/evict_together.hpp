@@ -48,9 +48,10 @@ template <class PolicyT, CacheBuffer CacheT>
   if (over_layers == Reduce::mean)
     for (float& x : shared.row(0)) x *= 1.0F / static_cast<float>(policies.size());
   KeepPlan& plan = work.plan();
-  plan.record_scores(log != nullptr);
+  const bool recorded = plan.records_scores();
+  plan.record_scores(recorded || log != nullptr);
   const Status selected = policies[0].select(caches[0], shared, work, plan);
-  plan.record_scores(false);
+  plan.record_scores(recorded);
   if (!selected) return selected;
   total.unchanged_prefix = plan.unchanged_prefix();
   for (std::size_t l = 0; l < policies.size(); ++l) {  // none may refuse once another has evicted
