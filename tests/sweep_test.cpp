@@ -416,10 +416,11 @@ TEST_CASE("a table is made of results that were written before; rows that differ
     for (int p = 0; p < 4; ++p) results.push_back(result(line.policy, 128, p, line.policy == "beaconkv" || p == 0));
   REQUIRE(write_results(file.path(), results).ok());
   SweepOptions options{.table = "2", .from = {file.path()}};
+  options.run.budgets = "128";
   REQUIRE(sweep(options).ok());
   options.run.budgets = "64";
   require_says(sweep(options).message(), {"no row beaconkv at 64"});
-  options.run.budgets = "";
+  options.run.budgets = "128";
   const auto with_percent = [](int percent) {
     return R"({"problems": {"12": 2, "18": 2}, "tables": [{"source": "s", "rows": {"beaconkv": {"128": )" +
            std::to_string(percent) + "}}}]}";

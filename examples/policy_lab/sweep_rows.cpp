@@ -34,7 +34,7 @@ namespace {
 /// `beaconkv_ablation` has the choices that the library does not offer; it begins as `beaconkv`.
 [[nodiscard]] SweepTable which_queries() {
   return {"which queries look at the keys",
-          "128",
+          "64,128",
           {
               {"published: 16 beacons, 16 recent", "beaconkv"},
               {"recent and beacon queries", "beaconkv:n_beacon=0:n_recent_queries=32"},
@@ -58,7 +58,7 @@ namespace {
 
 [[nodiscard]] SweepTable how_scored() {
   return {"how they score them",
-          "128",
+          "64,128",
           {
               {"published: max, max", "beaconkv"},
               {"over queries, over heads", "beaconkv:over_heads=mean"},
