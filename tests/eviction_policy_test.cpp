@@ -928,8 +928,8 @@ TEST_CASE("the state of a policy is what its memory takes", "[policy]") {
   REQUIRE(small_recent_window().state_bytes() == 0);
   // 5 queries of 4 heads of 16 floats, and their positions.
   REQUIRE(small_snapkv().state_bytes() == 5 * 64 * 4 + 5 * 8);
-  // A ring of 5, and for each of 4 heads 5 rows with their tags, and the cosines and scales of 4.
-  REQUIRE(small_beaconkv().state_bytes() == 5 * 64 * 4 + 5 * 8 + 4 * (5 * (16 * 4 + 8) + (4 * 4 + 4) * 4));
+  // A ring of 5, and for each of 4 heads 5 rows with their tags; of 4 the cosines and scales, and which they are.
+  REQUIRE(small_beaconkv().state_bytes() == 5 * 64 * 4 + 5 * 8 + 4 * (5 * (16 * 4 + 8) + (4 * 4 + 4 + 4) * 4));
   RKV<> rkv = small_rkv(RKVOrder::published);
   const std::size_t before = rkv.state_bytes();
   Random random;
