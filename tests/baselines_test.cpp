@@ -520,7 +520,7 @@ TEST_CASE("QueryMoments: saved bytes are refused where they are of another kind,
       moments.workspace_size(),
       [&](Workspace& w) {
         if (Status s = w.require(moments.workspace_size()); !s) return s;
-        return moments.write_rows(&rope, -1, out.data(), positions.data(), w);  // turns to position 0: not at all
+        return moments.write_rows(&rope, -1, {0, 1}, out.data(), positions.data(), w);  // turns to position 0: not at all
       },
       [] {});
   REQUIRE(std::vector<float>(out.begin(), out.begin() + 4) == std::vector<float>{2, 2, 2, 2});

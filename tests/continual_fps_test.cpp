@@ -152,9 +152,11 @@ TEST_CASE("Rows and tags come back as they were given") {
   CHECK(buffer.dim() == 3);
   CHECK(buffer.n_min() == 2);
   CHECK(buffer.n_max() == 5);
-  // Rows with their tags, and the cosines and scales of those that stay.
-  CHECK(buffer.state_bytes() == 5 * (3 * sizeof(float) + sizeof(position_t)) + (2 * 2 + 2) * sizeof(float));
-  CHECK(buffer_of(3, 300, 1000).state_bytes() == 1000 * (3 * sizeof(float) + sizeof(position_t)));  // never by cosines
+  // Rows with their tags; of those that stay, the cosines and scales, and which they are.
+  CHECK(buffer.state_bytes() ==
+        5 * (3 * sizeof(float) + sizeof(position_t)) + (2 * 2 + 2) * sizeof(float) + 2 * sizeof(slot_t));
+  CHECK(buffer_of(3, 300, 1000).state_bytes() ==
+        1000 * (3 * sizeof(float) + sizeof(position_t)) + 300 * sizeof(slot_t));  // never by cosines
   Workspace work(buffer.workspace_size());
   const std::vector<float> row{0.1F, -3e-30F, 7e30F};  // not normalised, whatever the sampling does
   REQUIRE(buffer.push(row.data(), -5, work).ok());
@@ -223,6 +225,74 @@ TEST_CASE("What a buffer knows of its rows is what their numbers say: a buffer t
     }
   }
   REQUIRE(use_instruction_set(before).ok());
+}
+
+TEST_CASE("A sampling is remembered until rows come or go, and changes nothing until it is merged") {
+  Random random;
+  CAPTURE(random.seed());
+  index_t from_memory = 0;
+  for (const auto& [dim, n_min, most] : {std::array<index_t, 3>{17, 5, 4}, {9, 16, 16}, {5, 3, 100}, {33, 1, 1}}) {
+    ContinualFps plain = buffer_of(dim, n_min, n_min + 3);
+    ContinualFps sampled = plain;
+    Workspace work(plain.merge_workspace_size(2 * n_min + most + 1, most));
+    std::vector<std::vector<float>> rows;
+    std::vector<const float*> pointers;
+    Positions tags;
+    for (position_t i = 0; i < 400; ++i) {
+      CAPTURE(dim, n_min, most, i);
+      rows.push_back(random.normals(dim));
+      tags.push_back(i);
+      pointers.clear();
+      for (const std::vector<float>& row : rows) pointers.push_back(row.data());
+      const WaitingRows waiting{pointers, tags};
+      const bool samples = random.coin();
+      if (samples) {
+        Slots expected(static_cast<std::size_t>(n_min), -1);
+        expected.resize(static_cast<std::size_t>(plain.would_keep(expected, work, waiting).or_throw()));
+        REQUIRE(to_vector(sampled.sample(waiting, work).or_throw()) == expected);
+        REQUIRE(to_vector(sampled.sample(waiting, work).or_throw()) == expected);
+        REQUIRE(to_vector(sampled.tags()) == to_vector(plain.tags()));
+        Slots kept(static_cast<std::size_t>(n_min), -1);
+        REQUIRE(sampled.would_keep(kept, work, waiting).or_throw() == static_cast<index_t>(expected.size()));
+        kept.resize(expected.size());
+        REQUIRE(kept == expected);
+      }
+      const bool other = random.integer(0, 3) == 0;  // a sampling of fewer rows takes its place
+      if (other) REQUIRE(sampled.sample({}, work).ok());
+      const index_t what = static_cast<index_t>(rows.size()) >= most ? random.integer(2, 6) : random.integer(0, 6);
+      if (what < 2) continue;  // another row waits first
+      if (what == 2) {         // other rows are merged instead, as many
+        const std::vector<float> others = random.normals(static_cast<index_t>(rows.size()) * dim);
+        for (std::size_t r = 0; r < rows.size(); ++r) pointers[r] = others.data() + static_cast<index_t>(r) * dim;
+        REQUIRE(plain.merge(waiting, work).ok());
+        REQUIRE(sampled.merge(waiting, work).ok());
+      } else if (what == 3) {  // a row comes by itself, and as many as before are merged
+        const std::vector<float> row = random.normals(dim);
+        const WaitingRows rest{std::span(pointers).subspan(1), std::span(tags).subspan(1)};
+        REQUIRE(plain.push(row.data(), -1, work).ok());
+        REQUIRE(sampled.push(row.data(), -1, work).ok());
+        REQUIRE(plain.merge(rest, work).ok());
+        REQUIRE(sampled.merge_sampled(rest, work).ok());
+      } else {
+        ContinualFps fork = sampled;
+        REQUIRE(plain.merge(waiting, work).ok());
+        Workspace none(samples ? sampled.merge_workspace_size(sampled.size() + waiting.size(), waiting.size())
+                               : plain.merge_workspace_size(2 * n_min + most + 1, most));
+        Status status;
+        REQUIRE(allocations_of([&] { status = sampled.merge_sampled(waiting, none); }) == 0);
+        REQUIRE(status.ok());
+        if (samples && !other) REQUIRE(none.peak() == 0);  // nothing is sampled a second time
+        from_memory += samples && !other ? 1 : 0;
+        REQUIRE(fork.merge_sampled(waiting, work).ok());
+        REQUIRE(same_bits(contents(fork), contents(plain)));
+      }
+      REQUIRE(to_vector(sampled.tags()) == to_vector(plain.tags()));
+      REQUIRE(same_bits(contents(sampled), contents(plain)));
+      rows.clear();
+      tags.clear();
+    }
+  }
+  REQUIRE(from_memory > 50);
 }
 
 TEST_CASE("would_keep refuses an output that is too small, and writes nothing") {

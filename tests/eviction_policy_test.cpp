@@ -34,6 +34,31 @@ struct GivenScores {
   [[nodiscard]] WorkspaceSize workspace_size(const Shape&, index_t, index_t) const { return {}; }
 };
 
+/// A scorer that is shown the queries of all heads together.
+template <class ScorerT>
+struct AllHeadsAtOnce : ScorerT {
+  explicit AllHeadsAtOnce(const ScorerT& scorer) : ScorerT(scorer) {}
+  [[nodiscard]] bool needs_all_heads() const noexcept { return true; }
+};
+
+/// Notes what it was told of the memory that is read next.
+struct LookingAhead : AttentionScorer {
+  struct Seen {
+    index_t first_query_head = 0;
+    index_t query_heads = 0;
+    index_t lines = -1;  ///< -1: nothing is read next
+    [[nodiscard]] bool operator==(const Seen&) const = default;
+  };
+  std::vector<Seen>* seen = nullptr;
+
+  template <CacheReader Cache>
+  [[nodiscard]] Result<ScoreReport> score(const Cache& cache, const Observations& o, Range candidates, ScoreMatrix out,
+                                          Workspace& work) const {
+    seen->push_back({o.first_query_head, o.query_heads, o.next == nullptr ? -1 : o.next->lines()});
+    return AttentionScorer::score(cache, o, candidates, out, work);
+  }
+};
+
 template <class PolicyT, class CacheT>
 std::vector<std::vector<slot_t>> kept_of(const PolicyT& policy, const CacheT& cache, Workspace& work) {
   KeepPlan plan;
@@ -646,6 +671,92 @@ TEST_CASE("score asks for its scratch before it writes", "[policy]") {
   });
 }
 
+TEST_CASE("scores head by head are those of all heads at once, bit for bit, and take less scratch", "[policy]") {
+  Random random;
+  CAPTURE(random.seed());
+  const FixedBudget schedule{.max = 30, .min = 25, .counts_prefix = true};
+  const auto check = [&]<class ObserverT, class ScorerT>(const typename ObserverT::Options& observer, const ScorerT& scorer,
+                                                         index_t rows) {
+    using ByHead = EvictionPolicy<ObserverT, ScorerT, FixedBudget>;
+    using AtOnce = EvictionPolicy<ObserverT, AllHeadsAtOnce<ScorerT>, FixedBudget>;
+    const Protection protection{.n_prefix = 1, .n_recent_kv = 3};
+    ByHead by_head = require_value(ByHead::make(small_shape, {observer, scorer, schedule, protection, small_rope()}));
+    AtOnce at_once = require_value(
+        AtOnce::make(small_shape, {observer, AllHeadsAtOnce<ScorerT>(scorer), schedule, protection, small_rope()}));
+    const auto spared = static_cast<std::size_t>((4 - 2) * rows * 16 * 4);  // two query heads' rows
+    REQUIRE(by_head.score_workspace_size(40).bytes + spared <= at_once.score_workspace_size(40).bytes);
+    Workspace work(by_head.workspace_size(40));
+    Workspace more(at_once.workspace_size(40));
+    TestCache<> cache(small_shape, 40);
+    TestCache<> other(small_shape, 40);
+    Stream stream = small_stream(random);
+    for (position_t p = 0; p < 120; ++p) {
+      const Token token = stream.next(p);
+      feed(by_head, cache, token);
+      feed(at_once, other, token);
+      const index_t n = cache.view().num_tokens();
+      std::vector<float> scores(at(2 * n), 0.0F);
+      std::vector<float> expected(at(2 * n), 0.0F);
+      require_value(std::as_const(by_head).score(cache.view(), {scores.data(), 2, n}, work));
+      require_value(std::as_const(at_once).score(other.view(), {expected.data(), 2, n}, more));
+      REQUIRE(same_bits(scores, expected));
+      if (random.coin()) {  // scores that no eviction follows
+        require_value(by_head.score(cache.view(), {scores.data(), 2, n}, work));
+        REQUIRE(same_bits(scores, expected));
+      }
+      REQUIRE(by_head.due(cache.view()) == at_once.due(other.view()));
+      if (!by_head.due(cache.view())) continue;
+      require_value(evict(by_head, cache.view(), work));
+      require_value(evict(at_once, other.view(), more));
+      for (index_t h = 0; h < 2; ++h) REQUIRE(slots_of(work.plan().kept(h)) == slots_of(more.plan().kept(h)));
+    }
+    REQUIRE(work.peak() <= by_head.workspace_size(40).bytes);
+  };
+  check.operator()<RecentQueries>({.count = 5}, AttentionScorer{}, 5);
+  check.operator()<RecentQueries>({.count = 5, .newest_twice = true}, AttentionScorer{.value_norm = true}, 5);
+  check.operator()<RecentQueries>({.count = 3}, RKVScorer({.lambda = 0.4F}), 3);
+  check.operator()<QueryMoments>({.n_sink = 0, .n_future_positions = 9}, ExpectedAttentionScorer{}, 17);
+  for (const float left : {0.0F, 0.9F}) {
+    BeaconScorer::Options options{.orphan_credit = left, .key_diff_share = left / 3};
+    options.attention.attention.pool = {PoolKind::max, 3};
+    check.operator()<BeaconQueries>({.n_beacon = 4, .n_recent_queries = 7}, BeaconScorer(options), 11);
+  }
+}
+
+TEST_CASE("a scorer is told what is read for the next head, where one thread scores them", "[policy]") {
+  using Policy = EvictionPolicy<BeaconQueries, LookingAhead, FixedBudget>;
+  std::vector<LookingAhead::Seen> seen;
+  LookingAhead scorer;
+  scorer.seen = &seen;
+  Policy policy = require_value(Policy::make(
+      small_shape,
+      {.observer = {.n_beacon = 3, .n_recent_queries = 2}, .scorer = scorer, .schedule = {.max = 30}, .rope = small_rope()}));
+  Random random;
+  Stream stream = small_stream(random);
+  TestCache<> cache(small_shape, 40);
+  feed(policy, cache, stream, 30);
+  std::vector<float> scores(60);
+  Workspace work(policy.workspace_size(40));
+  require_value(policy.score(cache.view(), {scores.data(), 2, 30}, work));
+  // A head's pool and its recent queries, each a cache line.
+  const index_t lines = 2 * (policy.observer().pool_size() + 2);
+  REQUIRE(seen == std::vector<LookingAhead::Seen>{{0, 2, lines}, {2, 2, -1}});
+}
+
+TEST_CASE("what is to be asked for ahead is a list of a few rows, without empty ones", "[policy]") {
+  const std::vector<float> memory(400);
+  detail::MemoryAhead few;
+  few.add(detail::rows_ahead(memory.data(), 20, 17, 3));
+  few.add(detail::rows_ahead(memory.data(), 20, 17, 0));
+  REQUIRE(few.end() - few.begin() == 1);
+  REQUIRE(few.lines() == 3 * 2);
+  detail::MemoryAhead more;
+  for (int i = 0; i < 40; ++i) more.add(few);
+  REQUIRE(more.end() - more.begin() < 40);
+  REQUIRE(more.lines() == (more.end() - more.begin()) * 6);
+  REQUIRE(detail::nothing_ahead.lines() == 0);
+}
+
 TEST_CASE("a prompt of the capacity fits the workspace, a longer one is refused and leaves the policy as it was", "[policy]") {
   Random random;
   CAPTURE(random.seed());
@@ -928,8 +1039,8 @@ TEST_CASE("the state of a policy is what its memory takes", "[policy]") {
   REQUIRE(small_recent_window().state_bytes() == 0);
   // 5 queries of 4 heads of 16 floats, and their positions.
   REQUIRE(small_snapkv().state_bytes() == 5 * 64 * 4 + 5 * 8);
-  // A ring of 5, and for each of 4 heads 5 rows with their tags, and the cosines and scales of 4.
-  REQUIRE(small_beaconkv().state_bytes() == 5 * 64 * 4 + 5 * 8 + 4 * (5 * (16 * 4 + 8) + (4 * 4 + 4) * 4));
+  // A ring of 5, and for each of 4 heads 5 rows with their tags; of 4 the cosines and scales, and which they are.
+  REQUIRE(small_beaconkv().state_bytes() == 5 * 64 * 4 + 5 * 8 + 4 * (5 * (16 * 4 + 8) + (4 * 4 + 4 + 4) * 4));
   RKV<> rkv = small_rkv(RKVOrder::published);
   const std::size_t before = rkv.state_bytes();
   Random random;

@@ -33,7 +33,15 @@ Shown show(const ObserverT& observer, const RopeTable* rope, position_t now) {
   std::vector<float> queries(at(shape.query_heads * n * shape.head_dim));
   std::vector<position_t> positions(at(shape.query_heads * n));
   Workspace work(observer.workspace_size());
-  require_ok(observer.write_rows(rope, now, queries.data(), positions.data(), work));
+  require_ok(observer.write_rows(rope, now, {0, shape.query_heads}, queries.data(), positions.data(), work));
+  for (index_t first = 0; first < shape.query_heads; ++first)  // some heads are shown as among all of them
+    for (index_t last = first; last <= shape.query_heads; ++last) {
+      std::vector<float> some(at((last - first) * n * shape.head_dim));
+      std::vector<position_t> seen_from(at((last - first) * n));
+      require_ok(observer.write_rows(rope, now, {first, last}, some.data(), seen_from.data(), work));
+      REQUIRE(std::equal(some.begin(), some.end(), queries.begin() + first * n * shape.head_dim));
+      REQUIRE(std::equal(seen_from.begin(), seen_from.end(), positions.begin() + first * n));
+    }
   Shown out{std::vector<std::vector<reference::Row>>(3), std::vector<std::vector<position_t>>(3)};
   for (index_t h = 0; h < 3; ++h)
     for (index_t r = 0; r < n; ++r) {
@@ -315,6 +323,82 @@ TEST_CASE("BeaconQueries' commit leaves the very beacons that were shown", "[obs
     REQUIRE(before.positions == after.positions);
   }
   REQUIRE(reduced > 10);
+}
+
+TEST_CASE("what BeaconQueries remembers of being shown changes no query that it keeps", "[observer]") {
+  Random random;
+  CAPTURE(random.seed());
+  const RopeTable rope({.head_dim = 12});
+  for (const auto& [n_beacon, n_recent] : {std::pair<index_t, index_t>{4, 5}, {6, 2}, {5, 1}, {1, 6}, {0, 3}, {40, 7}}) {
+    CAPTURE(n_beacon, n_recent);
+    BeaconQueries plain(shape, {.n_beacon = n_beacon, .n_recent_queries = n_recent});
+    BeaconQueries shown = plain;
+    const Sequence sequence(random, 300);
+    Workspace work(max(plain.workspace_size(), plain.prefill_workspace_size(9)));
+    for (index_t token = 0; token < 300; ++token) {
+      const index_t count = random.integer(0, 9) == 0 ? std::min<index_t>(9, 300 - token) : 1;
+      for (BeaconQueries* const observer : {&plain, &shown})
+        require_ok(count > 1 ? observer->prefill({sequence.view(token, count), token}, work)
+                             : observer->observe({sequence.view(token, 1), token}));
+      token += count - 1;
+      std::vector<float> rows(at(3 * shown.rows() * 12));
+      std::vector<position_t> positions(at(3 * shown.rows()));
+      std::vector<position_t> tags(at(3 * shown.num_beacons()));
+      const Range heads{random.integer(0, 1), random.integer(1, 3)};
+      for (int i = random.coin() ? 2 : 0; i > 0; --i) {
+        require_ok(shown.write_rows(&rope, 999, heads, rows.data(), positions.data(), work, tags.data()));
+        std::vector<float> expected(rows.size());
+        std::vector<position_t> expected_tags(tags.size());
+        require_ok(plain.write_rows(&rope, 999, heads, expected.data(), positions.data(), work, expected_tags.data()));
+        REQUIRE(rows == expected);
+        REQUIRE(tags == expected_tags);
+      }
+      if (random.integer(0, 3) == 0)
+        for (BeaconQueries* const observer : {&plain, &shown}) require_ok(observer->commit());
+      REQUIRE(shown.pool_size() == plain.pool_size());
+      for (index_t h = 0; h < 3; ++h) {
+        REQUIRE(pool_positions(shown, h) == pool_positions(plain, h));
+        for (index_t i = 0; i < plain.pool_size(); ++i)
+          REQUIRE(std::equal(plain.pool_row(h, i), plain.pool_row(h, i) + 12, shown.pool_row(h, i)));
+      }
+    }
+  }
+}
+
+TEST_CASE("observers tell where the queries of some heads are stored, and no others", "[observer]") {
+  Random random;
+  CAPTURE(random.seed());
+  const Sequence sequence(random, 90);
+  const auto stored = [](const auto& observer, Range heads) {
+    detail::MemoryAhead memory;
+    observer.add_ahead(heads, memory);
+    std::vector<reference::Row> rows;
+    for (const detail::RowsAhead& part : memory)
+      for (index_t i = 0; i < part.rows; ++i)
+        for (index_t b = 0; b < part.bytes; b += 12 * 4)
+          rows.push_back(reference::row_of(reinterpret_cast<const float*>(part.data + i * part.stride + b), 12));
+    std::sort(rows.begin(), rows.end());
+    return rows;
+  };
+  RecentQueries recent(shape, {.count = 6});
+  BeaconQueries beacons(shape, {.n_beacon = 4, .n_recent_queries = 5});
+  for (index_t token = 0; token < 90; ++token) {
+    require_ok(recent.observe({sequence.view(token, 1), token}));
+    require_ok(beacons.observe({sequence.view(token, 1), token}));
+    for (const Range heads : {Range{0, 3}, Range{1, 2}, Range{2, 3}}) {
+      std::vector<reference::Row> in_ring;
+      std::vector<reference::Row> in_both;
+      for (index_t h = heads.first; h < heads.last; ++h) {
+        for (index_t t = std::max<index_t>(0, token - 5); t <= token; ++t) in_ring.push_back(sequence.row(t, h));
+        for (index_t t = std::max<index_t>(0, token - 4); t <= token; ++t) in_both.push_back(sequence.row(t, h));
+        for (index_t i = 0; i < beacons.pool_size(); ++i) in_both.push_back(reference::row_of(beacons.pool_row(h, i), 12));
+      }
+      std::sort(in_ring.begin(), in_ring.end());
+      std::sort(in_both.begin(), in_both.end());
+      REQUIRE(stored(recent, heads) == in_ring);
+      REQUIRE(stored(beacons, heads) == in_both);
+    }
+  }
 }
 
 TEST_CASE("a copy of an observer goes its own way", "[observer]") {

@@ -58,6 +58,7 @@ struct NewestQuery {
     if (limit <= 0) return Status(StatusCode::invalid_argument, "limit = 0: must be positive");
     return {};
   }
+  [[nodiscard]] bool needs_all_heads() const { return true; }
   template <CacheReader Cache>
   [[nodiscard]] Result<ScoreReport> score(const Cache& cache, const Observations& seen, Range candidates, ScoreMatrix out,
                                           Workspace& work) const {
@@ -132,9 +133,10 @@ class EveryThird {
   [[nodiscard]] Status commit() { return {}; }
   [[nodiscard]] index_t rows() const noexcept { return 1; }
   [[nodiscard]] index_t max_rows() const noexcept { return 1; }
-  [[nodiscard]] Status write_rows(const RopeTable*, position_t now, float* out, position_t* positions, Workspace&) const {
-    std::copy(row_.begin(), row_.end(), out);
-    std::fill(positions, positions + shape_.query_heads, now);
+  [[nodiscard]] Status write_rows(const RopeTable*, position_t now, Range heads, float* out, position_t* positions,
+                                  Workspace&) const {
+    std::copy(row_.begin() + heads.first * shape_.head_dim, row_.begin() + heads.last * shape_.head_dim, out);
+    std::fill(positions, positions + heads.size(), now);
     return {};
   }
   [[nodiscard]] WorkspaceSize workspace_size() const { return {}; }

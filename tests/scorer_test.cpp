@@ -327,3 +327,35 @@ TEST_CASE("[E8] R-KV's scratch is linear in the number of keys", "[scorer]") {
   REQUIRE(scorer.workspace_size(shape, 8, 16128).bytes < rows_alone + (8U << 20U));
   REQUIRE(scorer.workspace_size(shape, 8, 2 * 16128).bytes < 2 * scorer.workspace_size(shape, 8, 16128).bytes + 4096);
 }
+
+TEST_CASE("what a head asks for ahead: its other keys or those of the next head, its values, and once what that head needs",
+          "[scorer]") {
+  constexpr Shape shape{4, 2, 16};  // a row is a cache line
+  const float more[16]{};
+  detail::MemoryAhead next;
+  next.add(detail::rows_ahead(static_cast<const float*>(more), 16, 16, 1));
+  for (const index_t n : {1, 95, 96, 97, 128, 191, 192, 193, 384, 385, 500}) {
+    const OwningCache<float> memory(shape, n);
+    const PlaneCache<float>& cache = memory.view();
+    const auto line = [](const float* row) { return reinterpret_cast<const std::byte*>(row); };
+    for (const detail::MemoryAhead* const last : {static_cast<const detail::MemoryAhead*>(nullptr), &detail::nothing_ahead,
+                                                  static_cast<const detail::MemoryAhead*>(&next)}) {
+      CAPTURE(n, last == &next, last == nullptr);
+      const detail::HeadReader<PlaneCache<float>> head(cache, 0, n);  // as where heads are scored one by one
+      const detail::KeysOfHead<detail::HeadReader<PlaneCache<float>>> keys{head, 0, {0, n}, last};
+      std::vector<const std::byte*> asked;
+      for (index_t j = 0; j < n; j += detail::tile_keys)
+        for (const detail::RowsAhead& rows : keys.ahead(j, std::min(detail::tile_keys, n - j)))
+          for (index_t i = 0; i < rows.rows; ++i) asked.push_back(rows.data + i * rows.stride);
+      std::vector<const std::byte*> want;
+      const bool next_head = last != nullptr && n <= 4 * detail::tile_keys;
+      for (index_t j = next_head ? 0 : detail::tile_keys; j < n; ++j)
+        want.push_back(line(cache.key_plane().row(next_head ? 1 : 0, j)));
+      for (index_t j = 0; j < n; ++j) want.push_back(line(cache.value_plane().row(0, j)));
+      if (last == &next) want.push_back(line(static_cast<const float*>(more)));
+      std::sort(asked.begin(), asked.end());
+      std::sort(want.begin(), want.end());
+      REQUIRE(asked == want);
+    }
+  }
+}

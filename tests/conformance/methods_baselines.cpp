@@ -116,7 +116,7 @@ void run_kvpress_expected_attention(const Case& c, Report& report) {
   std::vector<float> seen(static_cast<std::size_t>(shape.query_heads * rows * dim));
   std::vector<position_t> positions(static_cast<std::size_t>(shape.query_heads * rows));
   Workspace work(moments.workspace_size());
-  moments.write_rows(step.policy().rope(), tokens - 1, seen.data(), positions.data(), work).or_throw();
+  moments.write_rows(step.policy().rope(), tokens - 1, {0, shape.query_heads}, seen.data(), positions.data(), work).or_throw();
   std::vector<float> mean;
   std::vector<float> covariance;
   for (index_t h = 0; h < shape.query_heads; ++h) {

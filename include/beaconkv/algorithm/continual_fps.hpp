@@ -57,7 +57,8 @@ class ContinualFps {
     return std::span(tags_).first(static_cast<std::size_t>(size_));
   }
   [[nodiscard]] std::size_t state_bytes() const noexcept {
-    return (rows_.size() + cosines_.size() + scale_.size()) * sizeof(float) + tags_.size() * sizeof(position_t);
+    return (rows_.size() + cosines_.size() + scale_.size()) * sizeof(float) + tags_.size() * sizeof(position_t) +
+           kept_.size() * sizeof(slot_t);
   }
 
   /// Saves or loads the buffered rows (`archive.hpp`).
@@ -69,7 +70,7 @@ class ContinualFps {
     archive.value("number of beacons", size_, 0, n_max_ - 1);
     archive.array("beacons", std::span(rows_).first(static_cast<std::size_t>(size_ * dim_)));
     archive.array("beacon positions", std::span(tags_).first(static_cast<std::size_t>(size_)));
-    if constexpr (Archive::loading) known_ = 0;  // what is kept of the cosines is only a cache
+    if constexpr (Archive::loading) known_ = sampled_ = 0;  // only a cache
   }
 
   /// Scratch of every call that takes a workspace and no waiting rows; `prefill_rows` counts for `prefill` only.
@@ -94,23 +95,47 @@ class ContinualFps {
   /// Adds rows that wait elsewhere and reduces them and the buffer together to `n_min`; copies only those that stay. Meanwhile
   /// asks for the rows of `next`, which the next call will read. No allocation.
   [[nodiscard]] Status merge(const WaitingRows& waiting, Workspace& work, std::span<const float* const> next = {}) {
-    if (Status s = check(waiting, work); !s) return s;
-    const Workspace::Frame frame(work);
+    sampled_ = 0;
+    return merge_sampled(waiting, work, next);
+  }
+  /// The same with the waiting rows of the last `sample`, if nothing has come or gone since: then nothing is sampled again.
+  [[nodiscard]] Status merge_sampled(const WaitingRows& waiting, Workspace& work, std::span<const float* const> next = {}) {
     const index_t n = size_ + waiting.size();
+    if (Status s = sample(waiting, work, next).status(); !s) return s;
     if (n <= n_min_) {
       for (std::size_t i = 0; i < waiting.rows.size(); ++i) append(waiting.rows[i], waiting.tags[i]);
       return {};
     }
+    keep_rows(kept_, waiting);
+    if (n <= most_by_cosines()) known_ = n_min_;
+    return {};
+  }
+  /// The rows that `merge` would keep, ascending, good until the next call that is not const. Waiting rows count on from the
+  /// buffered ones. Remembers them for `merge_sampled`, and for another `sample` of the same waiting rows. No allocation.
+  [[nodiscard]] Result<std::span<const slot_t>> sample(const WaitingRows& waiting, Workspace& work,
+                                                       std::span<const float* const> next = {}) {
+    if (Status s = check(waiting, work); !s) return s;
+    const index_t n = size_ + waiting.size();
+    const std::span<const slot_t> kept = std::span(kept_).first(static_cast<std::size_t>(std::min(n, n_min_)));
+    if (sampled_ == n) return kept;
+    sampled_ = 0;
+    if (n <= n_min_) {
+      std::iota(kept_.begin(), kept_.begin() + n, slot_t{0});
+      return kept;
+    }
+    const Workspace::Frame frame(work);
     if (n <= most_by_cosines()) {
       ByCosines sampling(work, n, *this);
-      const std::span<const slot_t> kept = sampling.pick(*this, waiting, next);
-      keep_rows(kept, waiting);
-      sampling.keep_cosines(*this, kept);
-      return {};
+      const std::span<const slot_t> picked = sampling.pick(*this, waiting, next);
+      std::copy(picked.begin(), picked.end(), kept_.begin());
+      sampling.keep_cosines(*this);
+    } else {
+      const std::span<const slot_t> picked = ByRows(work, n, waiting.size(), *this).pick(*this, waiting);
+      std::copy(picked.begin(), picked.end(), kept_.begin());
     }
-    ByRows sampling(work, n, waiting.size(), *this);
-    keep_rows(sampling.pick(*this, waiting), waiting);
-    return {};
+    known_ = 0;
+    sampled_ = n;
+    return kept;
   }
 
   /// Adds `count` rows at once (a prompt) and reduces the buffer and them together, in one shot, where they exceed `n_min`.
@@ -172,7 +197,8 @@ class ContinualFps {
         rows_(static_cast<std::size_t>(n_max * dim)),
         tags_(static_cast<std::size_t>(n_max)),
         cosines_(static_cast<std::size_t>(n_min < most_by_cosines() ? n_min * n_min : 0)),
-        scale_(static_cast<std::size_t>(n_min < most_by_cosines() ? n_min : 0)) {}
+        scale_(static_cast<std::size_t>(n_min < most_by_cosines() ? n_min : 0)),
+        kept_(static_cast<std::size_t>(n_min)) {}
 
   /// So many rows are sampled by all their cosines: these cost more than sampling by rows where few of many rows stay.
   [[nodiscard]] index_t most_by_cosines() const noexcept { return std::max<index_t>(32, std::min<index_t>(256, 3 * n_min_)); }
@@ -230,14 +256,13 @@ class ContinualFps {
     }
 
     /// Those of the rows that stay are not computed again.
-    void keep_cosines(ContinualFps& buffer, std::span<const slot_t> kept) const {
+    void keep_cosines(ContinualFps& buffer) const {
       float* out = buffer.cosines_.data();
-      for (std::size_t i = 0; i < kept.size(); ++i) {
-        buffer.scale_[i] = scale[static_cast<std::size_t>(kept[i])];
-        const float* const of_row = cosines.data() + kept[i] * width;
-        for (const slot_t j : kept) *out++ = of_row[j];
+      for (std::size_t i = 0; i < picked.size(); ++i) {
+        buffer.scale_[i] = scale[static_cast<std::size_t>(picked[i])];
+        const float* const of_row = cosines.data() + picked[i] * width;
+        for (const slot_t j : picked) *out++ = of_row[j];
       }
-      buffer.known_ = buffer.n_min_;
     }
 
     index_t width;
@@ -282,13 +307,14 @@ class ContinualFps {
     std::copy_n(row, dim_, rows_.data() + size_ * dim_);
     tags_[static_cast<std::size_t>(size_)] = tag;
     ++size_;
+    sampled_ = 0;
   }
 
   /// Keeps the rows among the ascending `kept`: buffered ones in place, then waiting ones.
   void keep_rows(std::span<const slot_t> kept, const WaitingRows& waiting) noexcept {
     const index_t buffered = size_;
     size_ = 0;
-    known_ = 0;
+    known_ = sampled_ = 0;
     for (const slot_t slot : kept) {
       if (slot >= buffered)
         append(waiting.rows[static_cast<std::size_t>(slot - buffered)],
@@ -309,6 +335,8 @@ class ContinualFps {
   std::vector<position_t> tags_;
   std::vector<float> cosines_;  // `[n_min][n_min]`
   std::vector<float> scale_;    // `[n_min]`
+  std::vector<slot_t> kept_;    // by the last sampling of `sampled_` rows, those that wait among them; 0: none
+  index_t sampled_ = 0;
 };
 
 }  // namespace beaconkv::inline v0

@@ -128,8 +128,9 @@ class HeadReader {
   [[nodiscard]] ConstRows values(index_t, index_t first, index_t count, float* scratch) const noexcept {
     return cache_->values(head_, first, count, scratch);
   }
-  [[nodiscard]] auto keys_ahead(index_t, index_t first, index_t count) const noexcept requires has_memory_ahead<Cache> {
-    return cache_->keys_ahead(head_, first, count);
+  /// Of the head behind this one, too, which is read next.
+  [[nodiscard]] auto keys_ahead(index_t head, index_t first, index_t count) const noexcept requires has_memory_ahead<Cache> {
+    return cache_->keys_ahead(head_ + head, first, count);
   }
   [[nodiscard]] auto values_ahead(index_t, index_t first, index_t count) const noexcept requires has_memory_ahead<Cache> {
     return cache_->values_ahead(head_, first, count);

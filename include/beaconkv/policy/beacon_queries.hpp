@@ -114,34 +114,23 @@ class BeaconQueries {
   [[nodiscard]] index_t max_rows() const noexcept { return n_beacon_ + n_recent_; }
 
   /// Beacons rotated to `now`, recent queries to their own positions. Where the beacons were observed goes to `tags`
-  /// `[query_heads][num_beacons()]`, in the order of the pool, unless that is null.
-  [[nodiscard]] Status write_rows(const RopeTable* rope, position_t now, float* out, position_t* positions, Workspace& work,
-                                  position_t* tags = nullptr) const {
-    BEACONKV_ASSERT(rope != nullptr);
-    const Workspace::Frame frame(work);
-    detail::RowRotation rotation(work, rope);
-    const index_t n = rows();
-    const index_t beacons_of_head = num_beacons();
-    if (beacons_of_head > 0) {
-      const std::span<slot_t> kept = work.take<slot_t>(n_beacon_);
-      rotation.at(now);
-      const Status sampled =
-          for_each_head(num_waiting(), work, [&](index_t h, const WaitingRows& waiting, auto next) -> Status {
-            if (Result<index_t> count = of(h).would_keep(kept, work, waiting, next); !count) return count.status();
-            const auto slot = [&](index_t r) { return kept[static_cast<std::size_t>(r)]; };
-            for (index_t r = 0, end = 0; r < beacons_of_head; r = end) {  // rows that lie one behind the other at once
-              while (++end < beacons_of_head && slot(end) == slot(end - 1) + 1 && slot(end) < of(h).size()) continue;
-              rotation.write(pool_row(h, slot(r)), dim_, dim_, end - r, out + (h * n + r) * dim_, dim_);
-            }
-            std::fill_n(positions + h * n, beacons_of_head, now);
-            if (tags != nullptr)
-              for (index_t r = 0; r < beacons_of_head; ++r) tags[h * beacons_of_head + r] = pool_position(h, slot(r));
-            return {};
-          });
-      if (!sampled) return sampled;
-    }
-    ring_.write(num_waiting(), num_recent(), rotation, beacons_of_head, n, out, positions);
-    return {};
+  /// `[heads][num_beacons()]`, in the order of the pool, unless that is null.
+  [[nodiscard]] Status write_rows(const RopeTable* rope, position_t now, Range heads, float* out, position_t* positions,
+                                  Workspace& work, position_t* tags = nullptr) const {
+    return write_rows_by(*this, rope, now, heads, out, positions, work, tags);
+  }
+  /// The same, and remembers what it sampled for a `commit` that follows before the next query. Different heads may be written
+  /// at the same time.
+  [[nodiscard]] Status write_rows(const RopeTable* rope, position_t now, Range heads, float* out, position_t* positions,
+                                  Workspace& work, position_t* tags = nullptr) {
+    return write_rows_by(*this, rope, now, heads, out, positions, work, tags);
+  }
+
+  /// Where the queries that `write_rows` reads are stored.
+  void add_ahead(Range heads, detail::MemoryAhead& to) const noexcept {
+    ring_.add_ahead(heads, to);
+    for (index_t h = heads.first; h < heads.last && !beacons_.empty(); ++h)
+      to.add(detail::rows_ahead(of(h).rows().data, dim_, dim_, of(h).size()));
   }
 
   [[nodiscard]] WorkspaceSize workspace_size() const {
@@ -182,19 +171,66 @@ class BeaconQueries {
   [[nodiscard]] const ContinualFps& of(index_t head) const noexcept { return beacons_[static_cast<std::size_t>(head)]; }
   [[nodiscard]] index_t num_waiting() const noexcept { return std::max<index_t>(0, ring_.size() - n_recent_); }
 
-  /// The oldest `count` queries of the ring go to the beacons.
+  /// `Self` is this class, const where nothing is remembered.
+  template <class Self>
+  [[nodiscard]] static Status write_rows_by(Self& self, const RopeTable* rope, position_t now, Range heads, float* out,
+                                            position_t* positions, Workspace& work, position_t* tags) {
+    BEACONKV_ASSERT(rope != nullptr);
+    const Workspace::Frame frame(work);
+    detail::RowRotation rotation(work, rope);
+    const index_t dim = self.dim_;
+    const index_t n = self.rows();
+    const index_t beacons_of_head = self.num_beacons();
+    if (beacons_of_head > 0) {
+      const std::span<slot_t> room = work.take<slot_t>(self.n_beacon_);
+      rotation.at(now);
+      const Status sampled =
+          self.for_each_head(heads, self.num_waiting(), work, [&](index_t h, const WaitingRows& waiting, auto next) -> Status {
+            const Result<std::span<const slot_t>> kept = self.sample(h, waiting, next, room, work);
+            if (!kept) return kept.status();
+            const auto slot = [&](index_t r) { return (*kept)[static_cast<std::size_t>(r)]; };
+            const index_t i = h - heads.first;
+            for (index_t r = 0, end = 0; r < beacons_of_head; r = end) {  // rows that lie one behind the other at once
+              while (++end < beacons_of_head && slot(end) == slot(end - 1) + 1 && slot(end) < self.of(h).size()) continue;
+              rotation.write(self.pool_row(h, slot(r)), dim, dim, end - r, out + (i * n + r) * dim, dim);
+            }
+            std::fill_n(positions + i * n, beacons_of_head, now);
+            if (tags != nullptr)
+              for (index_t r = 0; r < beacons_of_head; ++r) tags[i * beacons_of_head + r] = self.pool_position(h, slot(r));
+            return {};
+          });
+      if (!sampled) return sampled;
+    }
+    self.ring_.write(self.num_waiting(), self.num_recent(), heads, rotation, beacons_of_head, n, out, positions);
+    return {};
+  }
+  /// The beacons of a head's pool, ascending; to `room`, or remembered.
+  [[nodiscard]] Result<std::span<const slot_t>> sample(index_t head, const WaitingRows& waiting,
+                                                       std::span<const float* const> next, std::span<slot_t> room,
+                                                       Workspace& work) const {
+    const Result<index_t> count = of(head).would_keep(room, work, waiting, next);
+    if (!count) return count.status();
+    return std::span<const slot_t>(room.first(static_cast<std::size_t>(*count)));
+  }
+  [[nodiscard]] Result<std::span<const slot_t>> sample(index_t head, const WaitingRows& waiting,
+                                                       std::span<const float* const> next, std::span<slot_t>, Workspace& work) {
+    return of(head).sample(waiting, work, next);
+  }
+
+  /// The oldest `count` queries of the ring go to the beacons. It is always the oldest that wait: what was sampled of as many
+  /// was sampled of these.
   [[nodiscard]] Status merge(index_t count) {
-    const Status s = for_each_head(count, scratch_, [&](index_t h, const WaitingRows& waiting, auto next) {
-      return of(h).merge(waiting, scratch_, next);
+    const Status s = for_each_head({0, heads_}, count, scratch_, [&](index_t h, const WaitingRows& waiting, auto next) {
+      return of(h).merge_sampled(waiting, scratch_, next);
     });
     if (s) ring_.drop_oldest(count);
     return s;
   }
 
-  /// Calls `use(head, waiting, next)` for the oldest `count` queries of the ring, head by head; `next` are all rows that the
-  /// next head will be sampled from.
+  /// Calls `use(head, waiting, next)` for the oldest `count` queries of the ring, for each of the `heads`; `next` are all rows
+  /// that the head behind it will be sampled from.
   template <class Use>
-  [[nodiscard]] Status for_each_head(index_t count, Workspace& work, Use use) const {
+  [[nodiscard]] Status for_each_head(Range heads, index_t count, Workspace& work, Use use) const {
     const Workspace::Frame frame(work);
     const index_t bank = beacons_[0].size();
     std::span<const float*> rows = work.take<const float*>(n_beacon_ + n_recent_).first(static_cast<std::size_t>(bank + count));
@@ -205,8 +241,8 @@ class BeaconQueries {
       for (index_t i = 0; i < count; ++i) next[static_cast<std::size_t>(bank + i)] = ring_.row(i, h);
     };
     for (index_t i = 0; i < count; ++i) tags[static_cast<std::size_t>(i)] = ring_.position(i);
-    gather(0);
-    for (index_t h = 0; h < heads_; ++h) {
+    gather(heads.first);
+    for (index_t h = heads.first; h < heads.last; ++h) {
       std::swap(rows, next);
       if (h + 1 < heads_)
         gather(h + 1);

@@ -194,7 +194,7 @@ class BeaconScorer {
       std::fill(scratch.bad_key.begin(), scratch.bad_key.end(), std::uint8_t{0});
       AttentionOptions attention = options_.attention.attention;
       attention.pool = {};
-      const detail::KeysOfHead<Cache> keys{cache, h, domain, h + 1 < out.heads};
+      const detail::KeysOfHead<Cache> keys{cache, h, domain, h + 1 < out.heads ? &detail::nothing_ahead : observations.next};
       const Result<ScoreReport> part = split_attention_scores(keys, queries, beacons_of(observations), domain, attention,
                                                               in_domain(scratch, out.row(h), domain), work);
       if (!part) return part;

@@ -7,6 +7,11 @@
 /// An observer is a value with `Options`, `prefill`, `observe`, `rows`, `max_rows`, `write_rows`, `commit`, `state_bytes` and
 /// two workspace queries; see the concept `Observer`. One that can be saved has `exchange` (`archive.hpp`), too. Stock models:
 /// `NoQueries`, `RecentQueries`, and `BeaconQueries` (`beacon_queries.hpp`).
+///
+/// `write_rows(rope, now, heads, out, positions, work)` writes the rows of the query heads `[heads.first, heads.last)` and
+/// where they look from: `out` `[heads][rows()][dim]`, `positions` `[heads][rows()]`. Where scores are formed head by head, it
+/// is called for the group of one KV head after another, on as many threads as score. `add_ahead(heads, memory)` is optional:
+/// where these rows are stored, so that they are asked for while the KV head before is scored.
 
 #include <algorithm>
 #include <concepts>
@@ -17,6 +22,7 @@
 
 #include "beaconkv/algorithm/rope.hpp"
 #include "beaconkv/archive.hpp"
+#include "beaconkv/kernel/read_ahead.hpp"
 
 namespace beaconkv::inline v0 {
 
@@ -27,8 +33,9 @@ struct Observations {
   index_t query_heads = 0;
   index_t rows = 0;
   index_t dim = 0;
-  index_t first_query_head = 0;        ///< of the layer's, where only some are shown (a ragged cache is scored head by head)
+  index_t first_query_head = 0;        ///< of the layer's, where only some are shown: scores are formed head by head
   std::span<const position_t> tags{};  ///< `[query_heads][beacons]`: where leading rows were observed, for scorers that ask
+  const detail::MemoryAhead* next = nullptr;  ///< set where another KV head is looked at next: what will be read for that
 };
 
 /// Queries on their way into an observer, and what turns them into the form that it keeps.
@@ -57,7 +64,8 @@ struct QuerySource {
 template <class O>
 concept Observer = std::copyable<O> &&
     requires(O observer, const O& view, const Shape& shape, const typename O::Options& options, const QuerySource& queries,
-             Workspace& work, const RopeTable* rope, position_t now, float* out, position_t* positions, index_t n) {
+             Workspace& work, const RopeTable* rope, position_t now, Range heads, float* out, position_t* positions,
+             index_t n) {
   { validate(options, shape) } -> std::same_as<Status>;
   O(shape, options);
   { observer.prefill(queries, work) } -> std::same_as<Status>;
@@ -65,7 +73,7 @@ concept Observer = std::copyable<O> &&
   { observer.commit() } -> std::same_as<Status>;
   { view.rows() } -> std::same_as<index_t>;
   { view.max_rows() } -> std::same_as<index_t>;
-  { view.write_rows(rope, now, out, positions, work) } -> std::same_as<Status>;
+  { view.write_rows(rope, now, heads, out, positions, work) } -> std::same_as<Status>;
   { view.workspace_size() } -> std::same_as<WorkspaceSize>;
   { view.prefill_workspace_size(n) } -> std::same_as<WorkspaceSize>;
   { view.state_bytes() } -> std::same_as<std::size_t>;
@@ -143,15 +151,21 @@ class QueryRing {
     positions_[static_cast<std::size_t>(at)] = queries.first_position + token;
     ++size_;
   }
-  /// Tokens `[first, first + count)` at their positions, to the rows from `row` on of each head of `out` `[heads][rows][dim]`
-  /// and of `positions` `[heads][rows]`.
-  void write(index_t first, index_t count, RowRotation& rotation, index_t row, index_t rows, float* out,
+  /// Tokens `[first, first + count)` at their positions, to the rows from `row` on of each of the `heads` in `out`
+  /// `[heads][rows][dim]` and in `positions` `[heads][rows]`.
+  void write(index_t first, index_t count, Range heads, RowRotation& rotation, index_t row, index_t rows, float* out,
              position_t* positions) const {
     for (index_t i = first; i < first + count; ++i, ++row) {
       rotation.at(position(i));
-      rotation.write(this->row(i, 0), dim_, dim_, heads_, out + row * dim_, rows * dim_);
-      for (index_t h = 0; h < heads_; ++h) positions[h * rows + row] = position(i);
+      rotation.write(this->row(i, heads.first), dim_, dim_, heads.size(), out + row * dim_, rows * dim_);
+      for (index_t h = 0; h < heads.size(); ++h) positions[h * rows + row] = position(i);
     }
+  }
+  /// Where the queries of `heads` are stored.
+  void add_ahead(Range heads, MemoryAhead& to) const noexcept {
+    const index_t up_to_end = std::min(size_, capacity_ - first_);
+    to.add(rows_ahead(row(0, heads.first), heads_ * dim_, heads.size() * dim_, up_to_end));
+    to.add(rows_ahead(row(up_to_end, heads.first), heads_ * dim_, heads.size() * dim_, size_ - up_to_end));
   }
   void drop_oldest(index_t count) noexcept {
     first_ = slot(count);
@@ -192,7 +206,7 @@ class NoQueries {
   [[nodiscard]] Status commit() { return {}; }
   [[nodiscard]] index_t rows() const noexcept { return 0; }
   [[nodiscard]] index_t max_rows() const noexcept { return 0; }
-  [[nodiscard]] Status write_rows(const RopeTable*, position_t, float*, position_t*, Workspace&) const { return {}; }
+  [[nodiscard]] Status write_rows(const RopeTable*, position_t, Range, float*, position_t*, Workspace&) const { return {}; }
   [[nodiscard]] WorkspaceSize workspace_size() const { return {}; }
   [[nodiscard]] WorkspaceSize prefill_workspace_size(index_t) const { return {}; }
   [[nodiscard]] std::size_t state_bytes() const noexcept { return 0; }
@@ -239,13 +253,16 @@ class RecentQueries {
   /// All of them are recent: what `write_rows` shows, oldest first.
   [[nodiscard]] index_t num_recent() const noexcept { return rows(); }
   [[nodiscard]] position_t recent_position(index_t i) const noexcept { return ring_.position(std::min(i, ring_.size() - 1)); }
-  [[nodiscard]] Status write_rows(const RopeTable* rope, position_t, float* out, position_t* positions, Workspace& work) const {
+  [[nodiscard]] Status write_rows(const RopeTable* rope, position_t, Range heads, float* out, position_t* positions,
+                                  Workspace& work) const {
     const Workspace::Frame frame(work);
     detail::RowRotation rotation(work, rope);
-    ring_.write(0, ring_.size(), rotation, 0, rows(), out, positions);
-    if (newest_twice_ && ring_.size() > 0) ring_.write(ring_.size() - 1, 1, rotation, ring_.size(), rows(), out, positions);
+    ring_.write(0, ring_.size(), heads, rotation, 0, rows(), out, positions);
+    if (newest_twice_ && ring_.size() > 0)
+      ring_.write(ring_.size() - 1, 1, heads, rotation, ring_.size(), rows(), out, positions);
     return {};
   }
+  void add_ahead(Range heads, detail::MemoryAhead& to) const noexcept { ring_.add_ahead(heads, to); }
   [[nodiscard]] WorkspaceSize workspace_size() const { return detail::RowRotation::workspace_size(dim_); }
   [[nodiscard]] WorkspaceSize prefill_workspace_size(index_t) const { return {}; }
   [[nodiscard]] std::size_t state_bytes() const noexcept { return ring_.state_bytes(); }

@@ -36,10 +36,10 @@ concept NoteTaker = requires(Scorer scorer, const Scorer& view, const Shape& sha
 
 /// Whether the observer tells where its leading rows were observed.
 template <class ObserverT>
-concept ShowsTags = requires(const ObserverT& observer, const RopeTable* rope, position_t now, float* out, position_t* to,
-                             Workspace& work) {
+concept ShowsTags = requires(const ObserverT& observer, const RopeTable* rope, position_t now, Range heads, float* out,
+                             position_t* to, Workspace& work) {
   { observer.num_beacons() } -> std::same_as<index_t>;
-  { observer.write_rows(rope, now, out, to, work, to) } -> std::same_as<Status>;
+  { observer.write_rows(rope, now, heads, out, to, work, to) } -> std::same_as<Status>;
 };
 
 template <class Scorer>
@@ -103,9 +103,9 @@ class PolicyScoring : public PolicyState<ObserverT, ScorerT, ScheduleT> {
   /// Scratch of `score` alone, over at most `tokens` cached tokens.
   [[nodiscard]] WorkspaceSize score_workspace_size(index_t tokens) const {
     return detail::measure([&](Workspace& work) {
-      take_observations(work, observer_.max_rows());
-      static_cast<void>(work.take<position_t>(max_tags()));
       static_cast<void>(work.take<index_t>(shape_.kv_heads));
+      static_cast<void>(Rows(work, scores_by_head() ? shape_.group() : shape_.query_heads, observer_.max_rows(),
+                             shape_.head_dim, detail::ShowsTags<ObserverT> && takes_notes() ? observer_.max_rows() : 0));
       const std::size_t inner =
           std::max({observer_.workspace_size().bytes, rope_cursor_workspace_size(rope_.rotary_dim()).bytes,
                     scorer_.workspace_size(shape_, observer_.max_rows(), tokens).bytes});
@@ -156,45 +156,34 @@ class PolicyScoring : public PolicyState<ObserverT, ScorerT, ScheduleT> {
     return work.require(score_workspace_size(cache.num_tokens()));
   }
 
-  /// The queries that `score` would look with now, as they look at the keys of `cache`: `queries`
-  /// `[query_heads][observer().rows()][head_dim]`, `positions` `[query_heads][rows]`.
+  /// The queries that `score` would look with now, as those of the query heads `heads` look at the keys of `cache`: `queries`
+  /// `[heads][observer().rows()][head_dim]`, `positions` `[heads][rows]`, `tags` `[heads][num_tags()]`.
   template <CacheReader Cache>
-  [[nodiscard]] Result<Observations> observe_now(const Cache& cache, std::span<float> queries, std::span<position_t> positions,
-                                                 Workspace& work, std::span<position_t> tags = {}) const {
-    const index_t rows = observer_.rows();
-    Observations seen{queries.data(), positions, shape_.query_heads, rows, shape_.head_dim, 0};
-    const auto write = [&](auto... more) {
-      return observer_.write_rows(this->rope(), next_position_ - 1, queries.data(), positions.data(), work, more...);
-    };
-    if constexpr (detail::ShowsTags<ObserverT>) {
-      if (Status s = tags.empty() ? write() : write(tags.data()); !s) return s;
-      seen.tags = tags;
-    } else {
-      if (Status s = write(); !s) return s;
-    }
-    detail::move_to_rotary_positions(cache, this->rope(), shape_, rows, queries, positions, work);
-    return seen;
+  [[nodiscard]] Result<Observations> observe_now(const Cache& cache, Range heads, std::span<float> queries,
+                                                 std::span<position_t> positions, Workspace& work,
+                                                 std::span<position_t> tags = {}) const {
+    return observe_by(*this, cache, heads, queries, positions, work, tags);
   }
-  /// How many `tags` that call wants now: `query_heads` times the beacons where the scorer takes notes, else none.
+  /// How many `tags` of each query head that call wants now: its beacons where the scorer takes notes, else none.
   [[nodiscard]] index_t num_tags() const noexcept {
     if constexpr (detail::ShowsTags<ObserverT>)
-      if (detail::takes_notes(scorer_)) return shape_.query_heads * observer_.num_beacons();
+      if (takes_notes()) return observer_.num_beacons();
     return 0;
   }
 
   /// Scores of the `candidates` among the first `tokens` of one KV head, to `out` (`tokens` of them). `all` is what
-  /// `observe_now` gave.
+  /// `observe_now` gave for all heads.
   template <CacheReader Cache>
   [[nodiscard]] Result<ScoreReport> score_head(const Cache& cache, index_t head, index_t tokens, Range candidates,
                                                const Observations& all, std::span<float> out, Workspace& work) const {
-    return score_head_by(*this, cache, head, tokens, candidates, all, out, work);
+    return score_head_by(*this, cache, head, tokens, candidates, detail::of_head(all, head, shape_.group()), out, work);
   }
   /// The same, and notes. `prepare_notes` comes before all heads, `finish_notes` behind them.
   template <CacheReader Cache>
   [[nodiscard]] Result<ScoreReport> score_head(const Cache& cache, index_t head, index_t tokens, Range candidates,
                                                const Observations& all, std::span<float> out,
                                                Workspace& work) requires(may_take_notes) {
-    return score_head_by(*this, cache, head, tokens, candidates, all, out, work);
+    return score_head_by(*this, cache, head, tokens, candidates, detail::of_head(all, head, shape_.group()), out, work);
   }
   template <CacheReader Cache>
   void prepare_notes(const Cache& cache) {
@@ -288,23 +277,26 @@ class PolicyScoring : public PolicyState<ObserverT, ScorerT, ScheduleT> {
   /// `Self` is this class, const where nothing is noted.
   template <class Self, CacheReader Cache>
   [[nodiscard]] static Result<ScoreReport> score_by(Self& self, const Cache& cache, ScoreMatrix out, Workspace& work) {
-    if constexpr (detail::is_ragged<Cache>()) {
-      return score_by(self, cache, out, std::span(&work, 1), SerialExecutor{});
-    } else {
+    if constexpr (!detail::is_ragged<Cache>()) {
       static_assert(Scorer<ScorerT, Cache>);
-      if (Status s = self.check_before_scoring(cache, out, work); !s) return s;
-      const Workspace::Frame frame(work);
-      const auto [queries, positions] = self.take_observations(work, self.observer_.rows());
-      const std::span<position_t> tags = work.take<position_t>(self.num_tags());
-      const Result<Observations> seen = self.observe_now(cache, queries, positions, work, tags);
-      if (!seen) return seen.status();
-      if constexpr (!std::is_const_v<Self>) self.prepare_notes(cache);
-      const Result<ScoreReport> report = self.scorer_.score(cache, *seen, self.candidates_of(cache, 0), out, work);
-      if constexpr (!std::is_const_v<Self>)
-        if (report) self.finish_notes(cache);
-      return report;
+      if (self.observer_.max_rows() == 0 || !self.scores_by_head()) return score_layer_by(self, cache, out, work);
     }
+    return score_by(self, cache, out, std::span(&work, 1), SerialExecutor{});
   }
+  /// All heads at once: for scores that depend on other heads, and where there are no rows that would need room.
+  template <class Self, CacheReader Cache>
+  [[nodiscard]] static Result<ScoreReport> score_layer_by(Self& self, const Cache& cache, ScoreMatrix out, Workspace& work) {
+    if (Status s = self.check_before_scoring(cache, out, work); !s) return s;
+    const Workspace::Frame frame(work);
+    const Result<Observations> seen = observe_by(self, cache, {0, self.shape_.query_heads}, work);
+    if (!seen) return seen.status();
+    if constexpr (!std::is_const_v<Self>) self.prepare_notes(cache);
+    const Result<ScoreReport> report = self.scorer_.score(cache, *seen, self.candidates_of(cache, 0), out, work);
+    if constexpr (!std::is_const_v<Self>)
+      if (report) self.finish_notes(cache);
+    return report;
+  }
+  /// Head by head: the rows of one are written right before they are looked at, and lie in a core's own cache then.
   template <class Self, CacheReader Cache, class ExecutorT>
   [[nodiscard]] static Result<ScoreReport> score_by(Self& self, const Cache& cache, ScoreMatrix out, std::span<Workspace> works,
                                                     ExecutorT&& executor) {
@@ -313,14 +305,19 @@ class PolicyScoring : public PolicyState<ObserverT, ScorerT, ScheduleT> {
       if (Status s = self.check_before_scoring(cache, out, work); !s) return s;
     if (!self.scores_by_head())
       return detail::error(StatusCode::unsupported, "scores over all heads of a layer: cannot be formed head by head");
-    const Workspace::Frame frame(works[0]);
-    const auto [queries, positions] = self.take_observations(works[0], self.observer_.rows());
-    const std::span<position_t> tags = works[0].template take<position_t>(self.num_tags());
-    const Result<Observations> seen = self.observe_now(cache, queries, positions, works[0], tags);
-    if (!seen) return seen.status();
     if constexpr (!std::is_const_v<Self>) self.prepare_notes(cache);
+    const index_t group = self.shape_.group();
     const Result<ScoreReport> report =
-        detail::spread_heads(0, self.shape_.kv_heads, works, executor, [&](index_t h, Workspace& work) {
+        detail::spread_heads(0, self.shape_.kv_heads, works, executor, [&](index_t h, Workspace& work) -> Result<ScoreReport> {
+          const Workspace::Frame frame(work);
+          Result<Observations> seen = observe_by(self, cache, {h * group, (h + 1) * group}, work);
+          if (!seen) return seen.status();
+          detail::MemoryAhead next;
+          if (h + 1 < self.shape_.kv_heads && executor.num_workers() == 1) {  // else another thread may read it
+            if constexpr (requires { self.observer_.add_ahead(Range{}, next); })
+              self.observer_.add_ahead({(h + 1) * group, (h + 2) * group}, next);
+            seen->next = &next;
+          }
           const index_t tokens = detail::tokens_of(cache, h);
           return score_head_by(self, cache, h, tokens, self.candidates_of(cache, h), *seen, out.row(h), work);
         });
@@ -330,16 +327,9 @@ class PolicyScoring : public PolicyState<ObserverT, ScorerT, ScheduleT> {
   }
   template <class Self, CacheReader Cache>
   [[nodiscard]] static Result<ScoreReport> score_head_by(Self& self, const Cache& cache, index_t head, index_t tokens,
-                                                         Range candidates, const Observations& all, std::span<float> out,
+                                                         Range candidates, const Observations& seen, std::span<float> out,
                                                          Workspace& work) {
-    return self.scorer_.score(detail::HeadReader<Cache>(cache, head, tokens), detail::of_head(all, head, self.shape_.group()),
-                              candidates, {out.data(), 1, tokens}, work);
-  }
-
-  /// The most tags that `observe_now` wants.
-  [[nodiscard]] index_t max_tags() const noexcept {
-    if (!detail::ShowsTags<ObserverT> || !detail::takes_notes(scorer_)) return 0;
-    return shape_.query_heads * observer_.max_rows();
+    return self.scorer_.score(detail::HeadReader<Cache>(cache, head, tokens), seen, candidates, {out.data(), 1, tokens}, work);
   }
 
   template <CacheReader Cache>
@@ -348,11 +338,42 @@ class PolicyScoring : public PolicyState<ObserverT, ScorerT, ScheduleT> {
     return check_scoring(cache, work);
   }
 
-  /// Scratch for the queries and the positions of `rows` rows of every query head.
-  std::pair<std::span<float>, std::span<position_t>> take_observations(Workspace& work, index_t rows) const {
-    const std::span<float> queries = work.take<float>(shape_.query_heads * rows * shape_.head_dim);
-    return {queries, work.take<position_t>(shape_.query_heads * rows)};
+  /// Scratch for the observed rows of `heads` query heads.
+  struct Rows {
+    Rows(Workspace& work, index_t heads, index_t rows, index_t dim, index_t num_tags)
+        : queries(work.take<float>(heads * rows * dim)),
+          positions(work.take<position_t>(heads * rows)),
+          tags(work.take<position_t>(heads * num_tags)) {}
+    std::span<float> queries;
+    std::span<position_t> positions;
+    std::span<position_t> tags;
+  };
+  template <class Self, CacheReader Cache>
+  [[nodiscard]] static Result<Observations> observe_by(Self& self, const Cache& cache, Range heads, std::span<float> queries,
+                                                       std::span<position_t> positions, Workspace& work,
+                                                       std::span<position_t> tags) {
+    const index_t rows = self.observer_.rows();
+    const auto write = [&](auto... more) {
+      return self.observer_.write_rows(self.rope(), self.next_position_ - 1, heads, queries.data(), positions.data(), work,
+                                       more...);
+    };
+    Observations seen{queries.data(), positions, heads.size(), rows, self.shape_.head_dim, heads.first};
+    if constexpr (detail::ShowsTags<ObserverT>) {
+      if (Status s = tags.empty() ? write() : write(tags.data()); !s) return s;
+      seen.tags = tags;
+    } else {
+      if (Status s = write(); !s) return s;
+    }
+    detail::move_to_rotary_positions(cache, self.rope(), self.shape_, heads, rows, queries, positions, work);
+    return seen;
   }
+  /// The same to scratch of `work`, for as long as the caller's frame.
+  template <class Self, CacheReader Cache>
+  [[nodiscard]] static Result<Observations> observe_by(Self& self, const Cache& cache, Range heads, Workspace& work) {
+    const Rows to(work, heads.size(), self.observer_.rows(), self.shape_.head_dim, self.num_tags());
+    return observe_by(self, cache, heads, to.queries, to.positions, work, to.tags);
+  }
+  [[nodiscard]] bool takes_notes() const noexcept { return detail::takes_notes(scorer_); }
 };
 
 }  // namespace beaconkv::inline v0

@@ -77,15 +77,15 @@ class QueryMoments {
   }
   [[nodiscard]] index_t max_rows() const noexcept { return options_.use_covariance ? 1 + dim_ : 1; }
 
-  [[nodiscard]] Status write_rows(const RopeTable* rope, position_t now, float* out, position_t* positions,
+  [[nodiscard]] Status write_rows(const RopeTable* rope, position_t now, Range heads, float* out, position_t* positions,
                                   Workspace& work) const {
     BEACONKV_ASSERT(rope != nullptr);
     const Workspace::Frame frame(work);
     const Scratch scratch(work, dim_, options_.use_covariance);
-    std::fill_n(positions, heads_ * rows(), now);
-    const RopeRotation rotation = mean_rotation(*rope, now, scratch, work);
+    std::fill_n(positions, heads.size() * rows(), now);
+    const RopeRotation rotation = mean_rotation(*rope, now, scratch.rotation);
     const auto factor = static_cast<float>(rope->attention_factor());
-    for (index_t h = 0; h < heads_ && rows() > 0; ++h, out += rows() * dim_) {
+    for (index_t h = heads.first; h < heads.last && rows() > 0; ++h, out += rows() * dim_) {
       for (index_t d = 0; d < dim_; ++d) out[d] = static_cast<float>(mean_[static_cast<std::size_t>(h * dim_ + d)]);
       if (options_.use_covariance) write_roots(h, scratch.matrix, out + dim_);
       rope->apply(rotation, out, rows(), dim_, factor);
@@ -94,10 +94,7 @@ class QueryMoments {
   }
 
   [[nodiscard]] WorkspaceSize workspace_size() const {
-    return detail::measure([&](Workspace& work) {
-      static_cast<void>(Scratch(work, dim_, options_.use_covariance));
-      static_cast<void>(work.take<std::byte>(static_cast<index_t>(rope_cursor_workspace_size(dim_).bytes)));
-    });
+    return detail::measure([&](Workspace& work) { static_cast<void>(Scratch(work, dim_, options_.use_covariance)); });
   }
   [[nodiscard]] WorkspaceSize prefill_workspace_size(index_t) const { return rope_cursor_workspace_size(dim_); }
   [[nodiscard]] std::size_t state_bytes() const noexcept {
@@ -118,10 +115,7 @@ class QueryMoments {
  private:
   struct Scratch {
     Scratch(Workspace& work, index_t dim, bool covariance)
-        : sums(work.take<double>(dim)),
-          rotation(work.take<float>(dim)),
-          matrix(work.take<double>(covariance ? triangle(dim) : 0)) {}
-    std::span<double> sums;
+        : rotation(work.take<float>(dim)), matrix(work.take<double>(covariance ? triangle(dim) : 0)) {}
     std::span<float> rotation;
     std::span<double> matrix;
   };
@@ -145,24 +139,18 @@ class QueryMoments {
     }
   }
 
-  /// Cosines and sines, each the mean over the coming positions.
-  [[nodiscard]] RopeRotation mean_rotation(const RopeTable& rope, position_t now, const Scratch& scratch,
-                                           Workspace& work) const {
-    const Workspace::Frame frame(work);
-    RopeCursor cursor(rope, work);
-    const auto pairs = static_cast<std::size_t>(rope.pairs());
-    std::fill(scratch.sums.begin(), scratch.sums.end(), 0.0);
-    for (index_t i = 1; i <= options_.n_future_positions; ++i) {
-      const RopeRotation one =
-          cursor.at(static_cast<position_t>(static_cast<std::uint64_t>(now) + static_cast<std::uint64_t>(i)));
-      for (std::size_t p = 0; p < pairs; ++p) {
-        scratch.sums[p] += static_cast<double>(one.cos[p]);
-        scratch.sums[pairs + p] += static_cast<double>(one.sin[p]);
-      }
+  /// Cosines and sines, each the mean over the coming positions: those of the middle, shortened (a geometric series).
+  [[nodiscard]] RopeRotation mean_rotation(const RopeTable& rope, position_t now, std::span<float> out) const {
+    const auto n = static_cast<double>(options_.n_future_positions);
+    const double middle = static_cast<double>(now) + (n + 1) / 2;
+    const std::span<const double> freq = rope.inv_freq();
+    for (std::size_t p = 0; p < freq.size(); ++p) {
+      const double half = std::sin(freq[p] / 2);
+      const double length = half == 0 ? 1 : std::sin(n * (freq[p] / 2)) / (n * half);
+      out[p] = static_cast<float>(length * std::cos(middle * freq[p]));
+      out[freq.size() + p] = static_cast<float>(length * std::sin(middle * freq[p]));
     }
-    for (std::size_t p = 0; p < 2 * pairs; ++p)
-      scratch.rotation[p] = static_cast<float>(scratch.sums[p] / static_cast<double>(options_.n_future_positions));
-    return {scratch.rotation.first(pairs), scratch.rotation.subspan(pairs, pairs)};
+    return {out.first(freq.size()), out.subspan(freq.size(), freq.size())};
   }
 
   /// The columns of the Cholesky root of a head's covariance as rows; zeros where the covariance has no more rank.

@@ -21,19 +21,20 @@ inline constexpr bool has_position_mode = requires(const Cache& cache, index_t i
 };
 
 /// Moves each observed query from its true position to that of its own token in the cache, or of the newest older one that is
-/// left. `queries` [query_heads][rows][dim], `positions` [query_heads][rows]. Scratch: a `RopeCursor`'s.
+/// left. `queries` [heads][rows][dim], `positions` [heads][rows], of a range of query heads. Scratch: a `RopeCursor`'s.
 template <CacheReader Cache>
-void move_to_rotary_positions(const Cache& cache, const RopeTable* rope, const Shape& shape, index_t rows,
+void move_to_rotary_positions(const Cache& cache, const RopeTable* rope, const Shape& shape, Range heads, index_t rows,
                               std::span<float> queries, std::span<const position_t> positions, Workspace& work) {
   if constexpr (has_position_mode<Cache>) {
     if (cache.position_mode() == PositionMode::true_positions || rope == nullptr) return;
     const Workspace::Frame frame(work);
     RopeCursor cursor(*rope, work);
-    for (index_t q = 0; q < shape.query_heads; ++q)
+    for (index_t q = 0; q < heads.size(); ++q)
       for (index_t r = 0; r < rows; ++r) {
+        const index_t kv_head = (heads.first + q) / shape.group();
         const position_t position = positions[static_cast<std::size_t>(q * rows + r)];
-        const index_t slot = slot_at_or_behind(cache, q / shape.group(), position + 1) - 1;
-        const position_t rotary = slot < 0 ? 0 : cache.rotary_position(q / shape.group(), slot);
+        const index_t slot = slot_at_or_behind(cache, kv_head, position + 1) - 1;
+        const position_t rotary = slot < 0 ? 0 : cache.rotary_position(kv_head, slot);
         if (rotary != position) rope->apply(cursor.at(rotary - position), queries.data() + (q * rows + r) * shape.head_dim);
       }
   }

@@ -32,9 +32,10 @@ struct ScoreMatrix {
 /// * `score(cache, observations, candidates, out, work)`: writes `out` for the slots `[candidates.first, candidates.last)`
 ///   of every head; it may read everything in the cache. Counts non-finite rows. Const: no state of its own changes.
 /// * `workspace_size(shape, rows, tokens)`: the most scratch that `score` takes from `work`.
-/// * optional `needs_all_heads()`: true where a head's scores depend on other heads, which a ragged cache cannot offer. Others
-///   may be asked for one head at a time, as if it were a layer, and for several on as many threads; which head it is tells
-///   `observations.first_query_head`, the first query head of its group.
+/// * optional `needs_all_heads()`: true where a head's scores depend on other heads, or on their queries, which a ragged cache
+///   cannot offer. Others are asked for one KV head at a time, as if it were a layer, and for several on as many threads; which
+///   head it is tells `observations.first_query_head`, the first query head of its group. (For all heads at once only where the
+///   observer shows no rows and one thread scores.)
 /// * optional `commit(plan, shape)`: follows an applied plan with per-slot state; `state_bytes()` reports its size. A static
 ///   `follows_evictions_only` spares it plans that evict nothing.
 /// * optional `score` that is not const, beside the const one: notes what `commit` will need, where `takes_notes()`. Comes with
@@ -68,25 +69,28 @@ struct RecencyScorer {
 
 namespace detail {
 
-/// The keys of one head as `attention_scores` reads them, and what is read after them.
+/// The keys of one head as `attention_scores` reads them, and what is read after them: `next`, if another head is.
 template <CacheReader Cache>
 struct KeysOfHead {
   const Cache& cache;
   index_t head;
   Range domain;
-  bool more_heads;
+  const MemoryAhead* next;
 
   ConstRows operator()(index_t first, index_t count, float* scratch) const noexcept {
     return cache.keys(head, first, count, scratch);
   }
-  /// The next tile of keys, or, where heads are short, that of the next head; and the values of this tile, since they move if
-  /// an eviction follows.
+  /// The next tile of keys, or, where heads are short, that of the next head; the values of this tile, since they move if an
+  /// eviction follows; and with the last whole tile `next`.
   MemoryAhead ahead(index_t first, index_t count) const noexcept requires has_memory_ahead<Cache> {
-    const index_t next = first + count;
-    const bool next_head = more_heads && domain.size() <= 4 * tile_keys;
-    return {next_head ? cache.keys_ahead(head + 1, first, count)
-                      : cache.keys_ahead(head, next, std::min(tile_keys, domain.last - next)),
-            cache.values_ahead(head, first, count)};
+    const index_t behind = first + count;
+    const bool next_head = next != nullptr && domain.size() <= 4 * tile_keys;
+    MemoryAhead memory;
+    memory.add(next_head ? cache.keys_ahead(head + 1, first, count)
+                         : cache.keys_ahead(head, behind, std::min(tile_keys, domain.last - behind)));
+    memory.add(cache.values_ahead(head, first, count));
+    if (next != nullptr && behind + tile_keys > domain.last && (count == tile_keys || first == domain.first)) memory.add(*next);
+    return memory;
   }
 };
 
@@ -126,7 +130,7 @@ struct AttentionScorer {
     ScoreReport report;
     for (index_t h = 0; h < out.heads; ++h) {
       const AttentionQueries queries = queries_of_head(cache, observations, h, group, out.tokens, visible);
-      const detail::KeysOfHead<Cache> keys{cache, h, shared, h + 1 < out.heads};
+      const detail::KeysOfHead<Cache> keys{cache, h, shared, h + 1 < out.heads ? &detail::nothing_ahead : observations.next};
       const std::span<float> row = out.row(h);
       std::fill(row.begin(), row.end(), 0.0F);
       const Result<ScoreReport> part =

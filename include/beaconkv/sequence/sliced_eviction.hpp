@@ -48,10 +48,10 @@ class SlicedEviction {
     rows_ = policy.observer().rows();
     const auto rows = static_cast<std::size_t>(policy.shape().query_heads * rows_);
     const auto dim = static_cast<std::size_t>(policy.shape().head_dim);
-    num_tags_ = policy.num_tags();
-    const Result<Observations> seen =
-        policy.observe_now(cache, std::span(queries_).first(rows * dim), std::span(positions_).first(rows), work,
-                           std::span(tags_).first(static_cast<std::size_t>(num_tags_)));
+    num_tags_ = policy.shape().query_heads * policy.num_tags();
+    const Result<Observations> seen = policy.observe_now(
+        cache, {0, policy.shape().query_heads}, std::span(queries_).first(rows * dim), std::span(positions_).first(rows), work,
+        std::span(tags_).first(static_cast<std::size_t>(num_tags_)));
     if (!seen) return seen.status();
     policy.prepare_notes(cache);
     for (index_t h = 0; h < policy.shape().kv_heads; ++h) {
