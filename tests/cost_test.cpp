@@ -108,9 +108,9 @@ TEST_CASE("A policy's cost along the full cache's texts: rows, samplings and ste
     const auto decoded = static_cast<index_t>(texts[i].tokens.size()) - 1;
     tokens += decoded;
     // 16 recent queries, 16 that wait: sampled with the 32nd token and every 16th from there on. Where 8 tokens go at the 64th
-    // and every 8th from there on, twice at each eviction; the first comes when the bank was just sampled.
+    // and every 8th from there on, once at each eviction; the first comes when the bank was just sampled.
     without += static_cast<double>(decoded / 16 - 1);
-    with += static_cast<double>(3 + 2 * ((decoded - 64) / 8));
+    with += static_cast<double>(3 + (decoded - 64) / 8);
     evictions += 1 + (decoded - 64) / 8;
   }
   const PolicyCost full = cost_of(reasoner(), spec_of("full"), 0, two_problems(), texts, 1).or_throw();

@@ -213,8 +213,8 @@ TEST_CASE("the ablation's observer is BeaconQueries where nothing else is asked 
       const auto rows = static_cast<std::size_t>(4 * same.rows());
       std::vector<float> a(rows * 16), b(rows * 16);
       std::vector<position_t> at_a(rows), at_b(rows), tags_a(rows), tags_b(rows);
-      REQUIRE(published.write_rows(&rope, t, a.data(), at_a.data(), work, tags_a.data()).ok());
-      REQUIRE(same.write_rows(&rope, t, b.data(), at_b.data(), work, tags_b.data()).ok());
+      REQUIRE(published.write_rows(&rope, t, {0, 4}, a.data(), at_a.data(), work, tags_a.data()).ok());
+      REQUIRE(same.write_rows(&rope, t, {0, 4}, b.data(), at_b.data(), work, tags_b.data()).ok());
       REQUIRE(a == b);
       REQUIRE(at_a == at_b);
       REQUIRE(tags_a == tags_b);
@@ -237,7 +237,7 @@ TEST_CASE("beacons look from now, from their own position, or from there at all 
     REQUIRE(queries.prefill({QueryView::token_major(prompt.data(), 3, 2, 8), 5}, work).ok());
     std::vector<float> rows(2 * 3 * 8);
     std::vector<position_t> sees(2 * 3);
-    REQUIRE(queries.write_rows(&rope, 20, rows.data(), sees.data(), work).ok());
+    REQUIRE(queries.write_rows(&rope, 20, {0, 2}, rows.data(), sees.data(), work).ok());
     for (std::size_t h = 0; h < 2; ++h)
       for (std::size_t i = 0; i < 3; ++i) {
         const auto own = static_cast<position_t>(5 + i);

@@ -77,8 +77,8 @@ class AblationQueries {
   [[nodiscard]] index_t rows() const noexcept { return num_beacons() + static_cast<index_t>(heads_[0].recent.size()); }
   [[nodiscard]] index_t max_rows() const noexcept { return options_.n_beacon + options_.n_recent_queries; }
 
-  [[nodiscard]] Status write_rows(const RopeTable* rope, position_t now, float* out, position_t* positions, Workspace& work,
-                                  position_t* tags = nullptr) const {
+  [[nodiscard]] Status write_rows(const RopeTable* rope, position_t now, Range heads, float* out, position_t* positions,
+                                  Workspace& work, position_t* tags = nullptr) const {
     BEACONKV_ASSERT(rope != nullptr);
     const Workspace::Frame frame(work);
     detail::RowRotation rotation(work, rope);
@@ -88,7 +88,7 @@ class AblationQueries {
       out += dim_;
       *positions++ = sees_up_to;
     };
-    for (std::size_t h = 0; h < heads_.size(); ++h) {
+    for (auto h = static_cast<std::size_t>(heads.first); h < static_cast<std::size_t>(heads.last); ++h) {
       for (const OldQuery& beacon : sampled(h)) {
         const position_t at = options_.place == BeaconPlace::now ? now : beacon.position;
         write(beacon, at, options_.place == BeaconPlace::own ? at : now);

@@ -170,7 +170,7 @@ class LayeredPolicy final : public ModelPolicy {
     const Result<SequenceReport> report = layers_.evict_where_due();
     if (!report) return report.status();
     for (index_t l = 0; l < layers_.num_layers(); ++l)
-      if (pool_of(l) < pools_[static_cast<std::size_t>(l)]) samplings_ += 2;
+      if (pool_of(l) < pools_[static_cast<std::size_t>(l)]) ++samplings_;
     for (index_t l = 0; report->layers > 0 && l < layers_.num_layers(); ++l)
       for (index_t h = 0; h < layers_.cache(l).num_kv_heads(); ++h)
         if (Status s = session.set_length(l, h, num_tokens(l, h)); !s) return s;

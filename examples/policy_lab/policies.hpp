@@ -60,8 +60,8 @@ class ModelPolicy {
   [[nodiscard]] virtual index_t bytes_per_token() const = 0;  ///< of all layers together
   [[nodiscard]] virtual std::size_t state_bytes() const = 0;  ///< of all layers together
   [[nodiscard]] virtual PolicyBytes bytes() const = 0;
-  /// How often beacons were sampled since the prompt, in each layer on average: once where a bank was full, twice at an
-  /// eviction (for the scores, and when they stay). Each time all query heads are.
+  /// How often beacons were sampled since the prompt, in each layer on average: where a bank was full, and at an
+  /// eviction. Each time all query heads are.
   [[nodiscard]] virtual double samplings() const = 0;
 };
 
