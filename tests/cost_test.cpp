@@ -4,11 +4,10 @@
 
 #include "policy_lab/cost.hpp"
 
-#include <filesystem>
-
 #include "beaconkv/beaconkv.hpp"
 #include "support/catch.hpp"
 #include "support/check.hpp"
+#include "support/reasoner.hpp"
 
 namespace {
 
@@ -16,15 +15,8 @@ using namespace beaconkv;
 using namespace beaconkv::lab;
 using namespace beaconkv::test;
 
-const std::filesystem::path model_directory = std::filesystem::path(BEACONKV_SOURCE_DIR) / "examples/models/reasoner";
-
-[[nodiscard]] const engine::Model& reasoner() {
-  static const engine::Model model = engine::Model::load(model_directory).or_throw();
-  return model;
-}
 [[nodiscard]] const std::vector<Problem>& two_problems() {
-  static const std::vector<Problem> problems =
-      take_evenly(load_problems(model_directory / "prompts.jsonl", model_directory, reasoner().vocab_size()).or_throw(), 2);
+  static const std::vector<Problem> problems = some_problems(2);
   return problems;
 }
 /// Texts of any length: what is right is long enough.
