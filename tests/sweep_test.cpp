@@ -418,6 +418,11 @@ TEST_CASE("a table is made of results that were written before; rows that differ
   SweepOptions options{.table = "2", .from = {file.path()}};
   options.run.budgets = "128";
   REQUIRE(sweep(options).ok());
+  options.base = "beaconkv:n_beacon=0";
+  REQUIRE(sweep(options).ok());
+  options.base = "snapkv";
+  require_says(sweep(options).message(), {"--base = snapkv"});
+  options.base = "";
   options.run.budgets = "64";
   require_says(sweep(options).message(), {"no row beaconkv at 64"});
   options.run.budgets = "128";
@@ -447,6 +452,8 @@ TEST_CASE("a table is made of results that were written before; rows that differ
 TEST_CASE("a sweep without work to do says what is missing") {
   require_says(sweep({}).message(), {"--table", "--compare-with"});
   require_says(sweep({.table = "4"}).message(), {"--table = 4"});
+  require_says(sweep({.table = "coverage", .base = "beaconkv"}).message(), {"--table = coverage", "--base"});
+  require_says(sweep({.base = "beaconkv", .compare_with = "x"}).message(), {"--base = beaconkv", "--table"});
   require_says(sweep({.table = "1", .from = {"/does/not/exist"}}).message(), {"--from", "/does/not/exist"});
   require_says(sweep({.table = "1", .compare_with = "/does/not/exist"}).message(), {"--compare-with", "/does/not/exist"});
   SweepOptions options{.table = "1"};

@@ -84,6 +84,7 @@ CLI::App* add_sweep(CLI::App& app, beaconkv::lab::SweepOptions& o) {
       ->excludes(threads)
       ->excludes(fast)
       ->excludes(results);
+  sweep->add_option("--base", o.base, "The row of the table that others are compared with (default: its first)");
   sweep->add_option("--compare-with", o.compare_with,
                     "Reference results: each row beside theirs; without --table, all of their rows");
   sweep->add_flag("--markdown", o.markdown, "Tables in Markdown");

@@ -33,10 +33,14 @@ struct Plan {
   const Result<std::vector<index_t>> budgets =
       parse_budgets(options.run.budgets.empty() ? table->budgets : options.run.budgets);
   if (!budgets) return budgets.status();
-  Plan plan{table->title, table->lines.front().policy};
+  Plan plan{table->title, options.base.empty() ? table->lines.front().policy : options.base};
   for (const SweepLine& line : table->lines)
     for (const index_t budget : line.policy == "full" ? std::vector<index_t>{0} : *budgets)
       plan.rows.push_back({line.group, line.policy, budget});
+  // The base is there before what is compared with it.
+  const auto is_base = [&](const PlannedRow& row) { return row.policy == plan.base; };
+  if (std::stable_partition(plan.rows.begin(), plan.rows.end(), is_base) == plan.rows.begin())
+    return detail::invalid("--base = ", plan.base, ": is no row of the table");
   return plan;
 }
 
@@ -188,9 +192,15 @@ void print_title(const Plan& plan, const std::string& what, std::size_t problems
 }  // namespace
 
 Status sweep(const SweepOptions& options) {
-  if (options.table == "coverage") return print_coverage(options.run, options.markdown);
+  if (options.table == "coverage") {
+    if (!options.from.empty() || !options.base.empty() || !options.compare_with.empty() || !options.run.results.empty())
+      return detail::invalid("--table = coverage: has no rows for --from, --results, --base or --compare-with");
+    return print_coverage(options.run, options.markdown);
+  }
   if (options.table.empty() && options.compare_with.empty())
     return detail::invalid("--table: must be given, or --compare-with, whose rows are run then");
+  if (options.table.empty() && !options.base.empty())
+    return detail::invalid("--base = ", options.base, ": needs a --table, whose row it is");
   if (options.run.limit < 0) return detail::invalid("--limit = ", options.run.limit, ": must not be negative");
   std::optional<ReferenceResults> reference;
   if (!options.compare_with.empty()) {

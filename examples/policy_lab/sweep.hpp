@@ -17,6 +17,7 @@ struct SweepOptions {
   RunOptions run{.policies = "", .budgets = ""};
   std::string table{};                        ///< 1, 2, 3, coverage; empty: the rows of `compare_with`
   std::vector<std::filesystem::path> from{};  ///< results that were written before: nothing is run
+  std::string base{};                         ///< the row of the table that others are compared with; empty: its first
   std::filesystem::path compare_with{};       ///< reference results
   bool markdown = false;
 };
