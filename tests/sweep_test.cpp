@@ -358,7 +358,7 @@ TEST_CASE("reference results are read with care") {
     const TemporaryFile file(text);
     return read_reference(file.path()).status().message();
   };
-  require_says(error("{"), {"beaconkv_sweep_test"});
+  require_says(error("{"), {"beaconkv_test_", "not JSON"});
   require_says(error(R"({"problems": {"12": 67}})"), {"'tables'"});
   require_says(error(R"({"problems": {"a": 67}, "tables": []})"), {"a level = 'a'"});
   require_says(error(R"({"problems": {"12": -1}, "tables": []})"), {"level 12 = -1"});
