@@ -67,5 +67,8 @@ TEST_CASE("capacity refuses what cannot be, by name and value", "[capacity]") {
   check_invalid(capacity_of(model, "beaconkv", {.budget = 0}).status(), {"budget = 0"});
   check_invalid(capacity_of(model, "full", {.bytes_per_number = 0}).status(), {"bytes_per_number = 0"});
   check_invalid(capacity_of(model, "full", {.memory = -1}).status(), {"memory"});
+  check_invalid(capacity_of(model, "full", {.memory = 1e300}).status(), {"memory"});
+  check_invalid(capacity_of(model, "full", {.length = index_t{1} << 41}).status(), {"length"});
+  check_invalid(capacity_of(model, "full", {.batch = index_t{1} << 41}).status(), {"batch"});
   check_invalid(capacity({.models = "llama3-8b,gpt"}), {"'gpt'", "qwen3-4b"});
 }

@@ -126,6 +126,10 @@ TEST_CASE("malformed prompts are refused by line and value") {
   require_says(load_error("{\"prompt\": \"\"}\n"), {"line 1", "empty"});
   require_says(load_error("{\"prompt_ids\": [1], \"level\": \"easy\"}\n"), {"level", "easy"});
   require_says(load_error("\n"), {"no problems"});
+  require_says(load_error("{\"id\": 3, \"prompt_ids\": [1]}\n\n{\"id\": \"3\", \"prompt_ids\": [1]}\n"),
+               {"line 3", "id = '3'", "line 1"});
+  const TemporaryFile unnamed("{\"prompt_ids\": [1]}\n{\"prompt_ids\": [1]}\n");
+  REQUIRE(load_problems(unnamed.path(), model_directory, 56).or_throw()[1].id == "line 2");
   require_says(load_problems("/does/not/exist.jsonl", model_directory, 56).status().message(), {"/does/not/exist.jsonl"});
 }
 
@@ -410,6 +414,15 @@ TEST_CASE("what cannot work is refused before anything runs") {
   require_says(error([](RunOptions& o) { o.model = "/does/not/exist"; }), {"/does/not/exist"});
   require_says(error([](RunOptions& o) { o.csv = "/does/not/exist/a.csv"; }), {"/does/not/exist/a.csv"});
   require_says(error([](RunOptions& o) { o.results = "/does/not/exist/a"; }), {"--results", "/does/not/exist/a"});
+  require_says(error([](RunOptions& o) { o.policies = "rpc,snapkv,rpc"; }), {"--policies", "rpc at 64", "twice"});
+  const TemporaryFile copy(text_of(prompts_file));
+  for (auto RunOptions::*file : {&RunOptions::csv, &RunOptions::results, &RunOptions::plot}) {
+    RunOptions options = good;
+    options.prompts = copy.path();
+    options.*file = copy.path().parent_path() / "." / copy.path().filename();
+    require_says(run(options).message(), {"--", copy.path().filename().string(), "is the file of --prompts"});
+  }
+  REQUIRE(text_of(copy.path()) == text_of(prompts_file));
 }
 
 TEST_CASE("rows sum outcomes up") {

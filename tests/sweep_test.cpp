@@ -320,7 +320,7 @@ TEST_CASE("rows of results: shares, pairs, means") {
   }
   results.back().kl = 1.5;
   results.back().policy_us = 50;
-  table.add(results);
+  REQUIRE(table.add(results).ok());
   const std::vector<Problem> problems = table.problems(0);
   REQUIRE(problems.size() == 4);
   const std::string base = "base";
@@ -347,9 +347,9 @@ TEST_CASE("rows of results: shares, pairs, means") {
   require_says(table.row("third", 64, nullptr, problems).status().message(), {"no row third at 64"});
   require_says(table.row("base", 96, nullptr, problems).status().message(), {"no row base at 96"});
   ResultTable more = table;
-  more.add({result("new", 64, 0, true)});
+  REQUIRE(more.add({result("new", 64, 0, true)}).ok());
   require_says(more.row("new", 64, &base, problems).status().message(), {"new at 64", "no problem '1'"});
-  more.add({result("base", 64, 0, false)});  // the first one stays
+  require_says(more.add({result("base", 64, 0, false)}).message(), {"base at 64", "'0'", "twice"});
   REQUIRE(more.row("base", 64, nullptr, problems)->right == 2);
 }
 
@@ -371,15 +371,17 @@ TEST_CASE("reference results are read with care") {
 TEST_CASE("agreement with a reference by hand") {
   ReferenceResults reference{.problems = {{12, 2}, {18, 2}}, .rows = {{.policy = "p", .budget = 64, .percent = 50}}};
   SweptRow row{.policy = "p", .budget = 64, .problems = 4, .right = 4, .by_level = {{12, {2, 2}}, {18, {2, 2}}}};
-  const Agreement a = compare_with_reference(row, reference.rows[0], reference).or_throw();
+  const Agreement a = compare_with_reference(row, reference.rows[0]);
   REQUIRE_THAT(a.errors, WithinAbs(0.5 / std::sqrt(0.25 / 8), 1e-9));  // 2.8
   REQUIRE_FALSE(a.agrees());
   row.right = 3;
-  REQUIRE(compare_with_reference(row, reference.rows[0], reference)->agrees());
+  REQUIRE(compare_with_reference(row, reference.rows[0]).agrees());
   row.right = 0;
-  REQUIRE_FALSE(compare_with_reference(row, reference.rows[0], reference)->agrees());
+  REQUIRE_FALSE(compare_with_reference(row, reference.rows[0]).agrees());
+  const std::vector<Problem> problems{{.level = 12}, {.level = 18}, {.level = 12}, {.level = 18}};
+  REQUIRE(check_problems(reference, problems).ok());
   reference.problems[18] = 3;
-  require_says(compare_with_reference(row, reference.rows[0], reference).status().message(), {"3 problems of level 18", "2"});
+  require_says(check_problems(reference, problems).message(), {"3 problems of level 18", "2"});
 }
 
 TEST_CASE("the reference's problems are those that --limit chooses, and every row of it and of the tables can be run") {
@@ -418,6 +420,9 @@ TEST_CASE("a table is made of results that were written before; rows that differ
   SweepOptions options{.table = "2", .from = {file.path()}};
   options.run.budgets = "128";
   REQUIRE(sweep(options).ok());
+  options.from = {file.path(), file.path()};
+  require_says(sweep(options).message(), {"--from", file.path().string(), "twice"});
+  options.from = {file.path()};
   options.base = "beaconkv:n_beacon=0";
   REQUIRE(sweep(options).ok());
   options.base = "snapkv";
@@ -432,6 +437,7 @@ TEST_CASE("a table is made of results that were written before; rows that differ
   };
   const TemporaryFile near(with_percent(90));
   const TemporaryFile far(with_percent(10));
+  const TemporaryFile elsewhere(R"({"problems": {"12": 2, "18": 2}, "tables": [{"source": "s", "rows": {"x": {"128": 5}}}]})");
   options.compare_with = near.path();
   REQUIRE(sweep(options).ok());
   options.table = "";  // the reference's own row
@@ -447,6 +453,10 @@ TEST_CASE("a table is made of results that were written before; rows that differ
   require_says(sweep(options).message(), {"--compare-with", "2 problems of level 12", "ours of 1"});
   options.run.limit = -1;
   require_says(sweep(options).message(), {"--limit = -1"});
+  options.run.limit = 0;
+  options.table = "2";
+  options.compare_with = elsewhere.path();
+  require_says(sweep(options).message(), {"--compare-with", "none of these rows"});
 }
 
 TEST_CASE("a sweep without work to do says what is missing") {
@@ -457,6 +467,8 @@ TEST_CASE("a sweep without work to do says what is missing") {
   require_says(sweep({.table = "1", .from = {"/does/not/exist"}}).message(), {"--from", "/does/not/exist"});
   require_says(sweep({.table = "1", .compare_with = "/does/not/exist"}).message(), {"--compare-with", "/does/not/exist"});
   SweepOptions options{.table = "1"};
+  require_says(sweep(options).message(), {"--model: must be given"});
+  options.run.prompts = prompts_file;
   options.run.model = "/does/not/exist";
   require_says(sweep(options).message(), {"--model", "/does/not/exist"});
 }

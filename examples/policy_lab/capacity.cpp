@@ -57,7 +57,12 @@ template <class Policy>
   if (o.batch < 1) return detail::invalid("batch = ", o.batch, ": must be at least 1");
   if (o.budget < 1) return detail::invalid("budget = ", o.budget, ": must be at least 1");
   if (o.bytes_per_number < 1) return detail::invalid("bytes_per_number = ", o.bytes_per_number, ": must be at least 1");
-  if (!(o.memory > 0 && std::isfinite(o.memory))) return detail::invalid("memory = ", o.memory, ": must be positive");
+  constexpr index_t most = index_t{1} << 40;  // products of these are exact as floating-point numbers, and fit into integers
+  for (const auto& [name, value] : {std::pair{"length", o.length}, {"batch", o.batch}, {"budget", o.budget}})
+    if (value > most) return detail::invalid(name, " = ", value, ": must be at most ", most);
+  if (o.bytes_per_number > 8) return detail::invalid("bytes_per_number = ", o.bytes_per_number, ": must be at most 8");
+  if (!(o.memory > 0 && o.memory <= 1e18))
+    return detail::invalid("memory = ", o.memory, ": must be positive, and at most 1e18");
   return {};
 }
 

@@ -173,7 +173,7 @@ Result<PolicyCost> cost_of(const engine::Model& model, const PolicySpec& spec, i
 }
 
 index_t sequences_that_fit(double memory, double weights, double per_sequence) {
-  return static_cast<index_t>(std::max(0.0, std::floor((memory - weights) / per_sequence)));
+  return static_cast<index_t>(std::clamp(std::floor((memory - weights) / per_sequence), 0.0, 1e15));
 }
 
 Result<Goodput> run_many(const engine::Model& model, const PolicySpec& spec, index_t budget, index_t rows,
@@ -197,6 +197,10 @@ Result<Goodput> run_many(const engine::Model& model, const PolicySpec& spec, ind
       out.sequences_sharing =
           sequences_that_fit(memory, weights + static_cast<double>(shared), static_cast<double>(out.sequence_bytes - shared));
       if (out.sequences == 0) return out;
+      constexpr index_t most = 4096;
+      if (out.sequences > most)
+        return detail::invalid("--memory-mb = ", memory / 1e6, ": ", out.sequences,
+                               " sequences fit, of which each is run: at most ", most);
     }
     sequences.push_back(std::move(*sequence));
   } while (static_cast<index_t>(sequences.size()) < out.sequences);
@@ -285,8 +289,8 @@ Status cost(const CostOptions& options) {
   if (options.limit < 0) return detail::invalid("--limit = ", options.limit, ": must not be negative");
   if (options.max_new < 0) return detail::invalid("--max-new = ", options.max_new, ": must not be negative");
   if (options.repeats < 1) return detail::invalid("--repeats = ", options.repeats, ": must be at least 1");
-  if (!(options.memory_mb >= 0 && std::isfinite(options.memory_mb)))
-    return detail::invalid("--memory-mb = ", options.memory_mb, ": must not be negative");
+  if (!(options.memory_mb >= 0 && options.memory_mb <= 1e9))
+    return detail::invalid("--memory-mb = ", options.memory_mb, ": must be between 0 and 1e9");
   const Result<engine::Model> model = engine::Model::load(options.model);
   if (!model) return detail::invalid("--model = ", options.model.string(), ": ", model.status().message());
   Result<std::vector<Problem>> loaded = load_problems(options.prompts, options.model, model->vocab_size());

@@ -5,6 +5,8 @@
 
 #include <CLI/CLI.hpp>
 #include <cstdio>
+#include <new>
+#include <string>
 
 #include "policy_lab/capacity.hpp"
 #include "policy_lab/cost.hpp"
@@ -189,9 +191,19 @@ CLI::App* add_cost(CLI::App& app, beaconkv::lab::CostOptions& o) {
   return cost;
 }
 
-}  // namespace
+/// CLI11 takes the largest number for one that is larger.
+void refuse_huge_numbers(CLI::App& app) {
+  for (CLI::Option* option : app.get_options())
+    if (option->get_type_name().find("INT") != std::string::npos)
+      option->check([](const std::string& text) {
+        constexpr std::size_t most_digits = 18;
+        const bool is_number = text.find_first_not_of("+-0123456789") == std::string::npos;
+        return is_number && text.size() > most_digits ? text + ": has more digits than fit" : std::string();
+      });
+  for (CLI::App* sub : app.get_subcommands({})) refuse_huge_numbers(*sub);
+}
 
-int main(int argc, char** argv) {
+int run_program(int argc, char** argv) {
   CLI::App app("A language model under every KV-cache eviction policy, against its full cache.");
   app.require_subcommand(1);
   beaconkv::lab::RunOptions options;
@@ -243,6 +255,7 @@ int main(int argc, char** argv) {
   beaconkv::lab::CostOptions cost_options;
   CLI::App* const cost = add_cost(app, cost_options);
 
+  refuse_huge_numbers(app);
   CLI11_PARSE(app, argc, argv);
   options.compare = !fast;
   const beaconkv::Status status = *replay     ? beaconkv::lab::replay(replay_options)
@@ -256,4 +269,15 @@ int main(int argc, char** argv) {
     return 1;
   }
   return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    return run_program(argc, argv);
+  } catch (const std::bad_alloc&) {
+    std::fprintf(stderr, "policy_lab: a setting asks for more memory than there is\n");
+    return 1;
+  }
 }

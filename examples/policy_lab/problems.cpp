@@ -85,6 +85,7 @@ Result<std::vector<Problem>> load_problems(const std::filesystem::path& file, co
     if (loaded) words = std::move(*loaded);  // a byte-pair vocabulary has no words to offer; prompt_ids still work
   }
   std::vector<Problem> problems;
+  std::map<std::string, index_t> lines;  // of each id
   std::string text;
   for (index_t number = 1; std::getline(in, text); ++number) {
     if (text.find_first_not_of(" \t\r") == std::string::npos) continue;
@@ -93,6 +94,9 @@ Result<std::vector<Problem>> load_problems(const std::filesystem::path& file, co
     if (!line) return line.status();
     Result<Problem> problem = read_problem(*line, words ? &*words : nullptr, vocab_size, where);
     if (!problem) return problem.status();
+    if (problem->id.empty()) problem->id = "line " + std::to_string(number);
+    if (const auto [first, is_new] = lines.emplace(problem->id, number); !is_new)
+      return detail::invalid(where, ": id = '", problem->id, "': line ", first->second, " has it, too");
     problems.push_back(std::move(*problem));
   }
   if (problems.empty()) return detail::invalid("--prompts = ", file.string(), ": has no problems");

@@ -16,7 +16,7 @@ namespace beaconkv::lab {
 /// One line. `prompt_ids` is required, or `prompt` (words) where the model folder has a `vocab.json`; everything else is
 /// optional.
 struct Problem {
-  std::string id{};
+  std::string id{};  ///< of a line without one: "line 7"
   int level = 0;
   std::vector<int> prompt{};
   std::vector<int> expected{};  ///< the right text, `<eos>` included
@@ -28,7 +28,7 @@ struct Problem {
 };
 
 /// Reads a file; `model_directory` is where `vocab.json` may lie. Ids are checked against `vocab_size`. Errors name file and
-/// line.
+/// line; so do two lines with one id.
 [[nodiscard]] Result<std::vector<Problem>> load_problems(const std::filesystem::path& file,
                                                          const std::filesystem::path& model_directory, index_t vocab_size);
 

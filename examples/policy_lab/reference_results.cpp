@@ -68,17 +68,22 @@ Result<ReferenceResults> read_reference(const std::filesystem::path& file) {
   return results;
 }
 
-Result<Agreement> compare_with_reference(const SweptRow& row, const ReferenceRow& reference, const ReferenceResults& results) {
+Status check_problems(const ReferenceResults& results, const std::vector<Problem>& problems) {
+  std::map<int, index_t> ours;
+  for (const Problem& problem : problems) ++ours[problem.level];
   for (const auto& [level, count] : results.problems) {
-    const auto found = row.by_level.find(level);
-    const index_t ours = found == row.by_level.end() ? 0 : found->second.second;
-    if (ours != count || row.by_level.size() != results.problems.size())
-      return detail::invalid("--compare-with: its figures are of ", count, " problems of level ", level, ", ours of ", ours,
+    const auto found = ours.find(level);
+    const index_t of_ours = found == ours.end() ? 0 : found->second;
+    if (of_ours != count || ours.size() != results.problems.size())
+      return detail::invalid("--compare-with: its figures are of ", count, " problems of level ", level, ", ours of ", of_ours,
                              ": choose --limit accordingly");
   }
-  const Agreement a{100 * row.share(), reference.percent,
-                    (row.share() - reference.percent / 100) / standard_error(reference.percent / 100, row.problems)};
-  return a;
+  return {};
+}
+
+Agreement compare_with_reference(const SweptRow& row, const ReferenceRow& reference) {
+  return {100 * row.share(), reference.percent,
+          (row.share() - reference.percent / 100) / standard_error(reference.percent / 100, row.problems)};
 }
 
 }  // namespace beaconkv::lab

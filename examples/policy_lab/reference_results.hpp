@@ -40,8 +40,9 @@ struct Agreement {
   [[nodiscard]] bool agrees() const noexcept { return errors >= -2 && errors <= 2; }
 };
 
-/// Refused where the row is of other problems, as far as levels and their numbers tell.
-[[nodiscard]] Result<Agreement> compare_with_reference(const SweptRow& row, const ReferenceRow& reference,
-                                                       const ReferenceResults& results);
+/// An error where the results are of other problems, as far as levels and their numbers tell.
+[[nodiscard]] Status check_problems(const ReferenceResults& results, const std::vector<Problem>& problems);
+
+[[nodiscard]] Agreement compare_with_reference(const SweptRow& row, const ReferenceRow& reference);
 
 }  // namespace beaconkv::lab

@@ -11,6 +11,7 @@
 
 #include "engine/vocabulary.hpp"
 #include "policy_lab/event_lines.hpp"
+#include "policy_lab/files.hpp"
 
 namespace beaconkv::lab {
 namespace {
@@ -380,6 +381,12 @@ Status replay(const ReplayOptions& options) {
     if (const auto prompt = static_cast<position_t>(task.problem.prompt.size()); !evict->empty() && (*evict)[0].first < prompt)
       return detail::invalid("--evict = ", options.evict, ": the first ", prompt, " positions are the prompt of problem ",
                              task.problem.id);
+  if (Status s = check_files({{"--prompts", options.prompts},
+                              {"--log", options.log},
+                              {"--events", options.events, true},
+                              {"--csv", options.csv, true}});
+      !s)
+    return s;
   std::ofstream csv;
   if (!options.csv.empty()) {
     csv.open(options.csv);

@@ -5,6 +5,7 @@
 #include <cstdio>
 
 #include "beaconkv/policy/schedule.hpp"
+#include "policy_lab/files.hpp"
 #include "policy_lab/results.hpp"
 #include "policy_lab/table.hpp"
 
@@ -30,6 +31,12 @@ void name(Row& row, const Job& job) {
 Status run(const RunOptions& options) {
   Result<Study> study = Study::make(options);
   if (!study) return study.status();
+  if (Status s = check_files({{"--prompts", options.prompts},
+                              {"--csv", options.csv, true},
+                              {"--results", options.results, true},
+                              {"--plot", options.plot, true}});
+      !s)
+    return s;
   if (!options.csv.empty())  // better now than after the first row
     if (Status s = write_csv(options.csv, {}); !s) return s;
   if (!options.results.empty())

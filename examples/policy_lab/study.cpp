@@ -67,7 +67,7 @@ template <class Work>
     }
   };
   std::vector<std::thread> others;
-  for (index_t t = 1; t < threads; ++t) others.emplace_back(loop);
+  for (index_t t = 1; t < std::min(threads, static_cast<index_t>(count)); ++t) others.emplace_back(loop);
   loop();
   for (std::thread& t : others) t.join();
   for (Status& error : errors)
@@ -115,6 +115,8 @@ Result<Study> Study::make(const RunOptions& options, const std::vector<JobReques
   if (options.threads == 0)
     study.options_.threads = std::max<index_t>(1, static_cast<index_t>(std::thread::hardware_concurrency()));
   if (Status s = choose_instruction_set(options.instruction_set); !s) return s;
+  if (options.model.empty()) return detail::invalid("--model: must be given");
+  if (options.prompts.empty()) return detail::invalid("--prompts: must be given");
   Result<engine::Model> model = engine::Model::load(options.model);
   if (!model) return detail::invalid("--model = ", options.model.string(), ": ", model.status().message());
   study.model_ = std::make_unique<engine::Model>(std::move(*model));
@@ -148,6 +150,11 @@ Status Study::plan_jobs(const std::vector<JobRequest>& wanted) {
     const PolicySpec& spec = specs->front();
     const Result<PolicyEntry> entry = find_policy(spec.name);
     if (!entry) return entry.status();
+    for (const Job& other : jobs_)
+      if (other.spec.text == spec.text && other.budget == job_request.budget)
+        return detail::invalid("--policies: ", spec.text,
+                               job_request.budget > 0 ? " at " + std::to_string(job_request.budget) : "",
+                               " stands there twice");
     Job job{spec, *entry, job_request.budget};
     job.compared = job.budget == 0 || options_.compare;
     Settings settings = settings_of(job);

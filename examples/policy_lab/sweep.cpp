@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "policy_lab/coverage.hpp"
+#include "policy_lab/files.hpp"
 #include "policy_lab/reference_results.hpp"
 #include "policy_lab/sweep_rows.hpp"
 #include "policy_lab/swept.hpp"
@@ -77,8 +78,7 @@ class Printer {
     const Result<SweptRow> row = results.row(planned.policy, planned.budget, has_base ? &plan_.base : nullptr, problems);
     if (!row) return row.status();
     std::printf("%s\n", lines_.line(*row).c_str());
-    if (reference_)
-      if (Status s = compare(*row); !s) return s;
+    if (reference_) compare(*row);
     std::fflush(stdout);
     return {};
   }
@@ -89,7 +89,6 @@ class Printer {
     std::printf("\n%s%s", comparison_.c_str(), markdown_ ? "\n" : "");
     std::printf("%td of %td rows agree with the reference within two standard errors\n", compared_ - differing_, compared_);
     std::fflush(stdout);
-    if (compared_ == 0) return detail::invalid("--compare-with: the reference has none of these rows");
     if (differing_ > 0)
       return detail::invalid("--compare-with: ", differing_, " of ", compared_,
                              " rows differ from the reference by more than two standard errors");
@@ -103,27 +102,25 @@ class Printer {
     return width;
   }
 
-  [[nodiscard]] Status compare(const SweptRow& row) {
+  void compare(const SweptRow& row) {
     const ReferenceRow* const theirs = reference_->find(row.policy, row.budget);
-    if (theirs == nullptr) return {};
-    const Result<Agreement> agreement = compare_with_reference(row, *theirs, *reference_);
-    if (!agreement) return agreement.status();
+    if (theirs == nullptr) return;
+    const Agreement agreement = compare_with_reference(row, *theirs);
     ++compared_;
-    differing_ += agreement->agrees() ? 0 : 1;
+    differing_ += agreement.agrees() ? 0 : 1;
     if (comparison_.empty())
       comparison_ = markdown_
                         ? "| policy | budget | ours % | reference % | standard errors | |\n|---|---:|---:|---:|---:|---|\n"
                         : "ours % and the reference's, and the difference in standard errors\n";
     char text[128];
     std::snprintf(text, sizeof text, markdown_ ? " | %td | %.1f | %.1f | %+.1f | %s |\n" : " %4td %6.1f %6.1f %+5.1f  %s\n",
-                  row.budget, agreement->ours, agreement->theirs, agreement->errors, agreement->agrees() ? "OK" : "DIFFERS");
+                  row.budget, agreement.ours, agreement.theirs, agreement.errors, agreement.agrees() ? "OK" : "DIFFERS");
     std::string name = row.policy;
     if (markdown_)
       name = "| `" + name + "`";
     else
       name.resize(std::max(name.size(), width_of(plan_)), ' ');
     comparison_ += name + text;
-    return {};
   }
 
   const Plan& plan_;
@@ -136,6 +133,16 @@ class Printer {
   index_t compared_ = 0;
   index_t differing_ = 0;
 };
+
+/// Whether there will be anything to compare: before it is run.
+[[nodiscard]] Status check_comparison(const Plan& plan, const std::optional<ReferenceResults>& reference,
+                                      const std::vector<Problem>& problems) {
+  if (!reference) return {};
+  const auto is_there = [&](const PlannedRow& row) { return reference->find(row.policy, row.budget) != nullptr; };
+  if (std::none_of(plan.rows.begin(), plan.rows.end(), is_there))
+    return detail::invalid("--compare-with: the reference has none of these rows at these budgets");
+  return check_problems(*reference, problems);
+}
 
 void print_title(const Plan& plan, const std::string& what, std::size_t problems) {
   std::printf("%s; %zu problems; %s", plan.title.c_str(), problems, what.c_str());
@@ -150,10 +157,11 @@ void print_title(const Plan& plan, const std::string& what, std::size_t problems
   for (const std::filesystem::path& file : options.from) {
     const Result<std::vector<ProblemResult>> read = read_results(file);
     if (!read) return detail::error(read.status().code(), "--from = ", read.status().message());
-    results.add(*read);
+    if (Status s = results.add(*read); !s) return detail::invalid("--from = ", file.string(), ": ", s.message());
     names.append(names.empty() ? "from " : ", ").append(file.filename().string());
   }
   const std::vector<Problem> problems = results.problems(options.run.limit);
+  if (Status s = check_comparison(plan, reference, problems); !s) return s;
   for (const PlannedRow& row : plan.rows)  // before anything is printed
     if (const Result<SweptRow> found = results.row(row.policy, row.budget, nullptr, problems); !found) return found.status();
   print_title(plan, names, problems.size());
@@ -167,8 +175,14 @@ void print_title(const Plan& plan, const std::string& what, std::size_t problems
                                       const std::optional<ReferenceResults>& reference) {
   std::vector<JobRequest> jobs;
   for (const PlannedRow& row : plan.rows) jobs.push_back({row.policy, row.budget});
+  if (Status s = check_files({{"--prompts", options.run.prompts},
+                              {"--compare-with", options.compare_with},
+                              {"--results", options.run.results, true}});
+      !s)
+    return s;
   Result<Study> study = Study::make(options.run, jobs);
   if (!study) return study.status();
+  if (Status s = check_comparison(plan, reference, study->problems()); !s) return s;
   const std::filesystem::path& file = options.run.results;
   if (!file.empty())
     if (Status s = write_results(file, {}); !s) return detail::invalid("--results = ", s.message());
@@ -179,7 +193,7 @@ void print_title(const Plan& plan, const std::string& what, std::size_t problems
   const Status finished = study->run([&](const Job& job) -> Status {
     std::vector<ProblemResult> of_job;
     add_results(job, study->problems(), of_job);
-    results.add(of_job);
+    if (Status s = results.add(of_job); !s) return s;
     all.insert(all.end(), of_job.begin(), of_job.end());
     if (!file.empty())
       if (Status s = write_results(file, all); !s) return detail::invalid("--results = ", s.message());

@@ -57,11 +57,13 @@ const std::vector<std::size_t> widths{0, 6, 4, 6, 14, 12, 12, 14, 12, 7, 6, 7, 7
 
 }  // namespace
 
-void ResultTable::add(const std::vector<ProblemResult>& results) {
+Status ResultTable::add(const std::vector<ProblemResult>& results) {
   for (const ProblemResult& r : results) {
-    rows_[{r.policy, r.budget}].emplace(r.problem, r);
+    if (!rows_[{r.policy, r.budget}].emplace(r.problem, r).second)
+      return detail::invalid("results: ", r.policy, " at ", r.budget, " on problem '", r.problem, "' is there twice");
     if (known_.insert(r.problem).second) problems_.push_back({.id = r.problem, .level = r.level});
   }
+  return {};
 }
 
 std::vector<Problem> ResultTable::problems(index_t limit) const { return take_evenly(problems_, limit); }

@@ -37,8 +37,8 @@ struct SweptRow {
 /// Results by policy, budget and problem.
 class ResultTable {
  public:
-  /// What is there already stays.
-  void add(const std::vector<ProblemResult>& results);
+  /// Refused where a result is there already.
+  [[nodiscard]] Status add(const std::vector<ProblemResult>& results);
 
   /// `limit` of the problems (0: all), evenly over the levels, in the order in which they came.
   [[nodiscard]] std::vector<Problem> problems(index_t limit) const;
