@@ -241,6 +241,13 @@ TEST_CASE("AdaKV refuses what cannot work, by name and value", "[adakv]") {
   const TOVA<> base(small_shape, {.budget = {.max = 16, .min = 12}, .head_scope = HeadScope::group}, small_rope());
   check_invalid(AdaKV<TOVA<>>::make(base, {.safeguard = -0.1}).status(), {"safeguard = -0.1"});
   check_invalid(AdaKV<TOVA<>>::make(base, {.safeguard = 1.5}).status(), {"safeguard = 1.5"});
+  const auto beaconkv = [](float credit) {
+    return BeaconKV<>(small_shape,
+                      {.budget = {.max = 16, .min = 12}, .n_recent_kv = 4, .orphan_credit = credit, .value_norm = true},
+                      small_rope());
+  };
+  check_error(AdaKV<BeaconKV<>>::make(beaconkv(0.9F)).status(), StatusCode::unsupported, {"policy", "orphan_credit"});
+  require_ok(AdaKV<BeaconKV<>>::make(beaconkv(0)).status());  // lengths of values are only a reading that is spared
   auto policy = require_value(AdaKV<TOVA<>>::make(base));
   Ragged cache(small_shape, 30);
   Workspace work(policy.workspace_size(30));

@@ -34,7 +34,7 @@ Shown show(const ObserverT& observer, const RopeTable* rope, position_t now) {
   std::vector<position_t> positions(at(shape.query_heads * n));
   Workspace work(observer.workspace_size());
   require_ok(observer.write_rows(rope, now, {0, shape.query_heads}, queries.data(), positions.data(), work));
-  for (index_t first = 0; first < shape.query_heads; ++first)  // some heads are shown as among all of them
+  for (index_t first = 0; first <= shape.query_heads; ++first)  // some heads are shown as among all of them
     for (index_t last = first; last <= shape.query_heads; ++last) {
       std::vector<float> some(at((last - first) * n * shape.head_dim));
       std::vector<position_t> seen_from(at((last - first) * n));

@@ -2,6 +2,7 @@
 
 // Lengths of values that a policy remembers are those that it would read, to the bit, whatever happened to the cache.
 
+#include <numeric>
 #include <vector>
 
 #include "support/catch.hpp"
@@ -154,6 +155,84 @@ TEST_CASE("Where something else moved values, their lengths are read anew", "[va
       feed(policy, cache, stream, 6);
       require_same_scores(policy, cache.view());
     }
+}
+
+TEST_CASE("A plan that nobody scored leaves no length to the value of another token", "[value_norm]") {
+  Random random;
+  CAPTURE(random.seed());
+  for (index_t second = 20; second < 36; ++second) {
+    CAPTURE(second);
+    BeaconKV<> policy = weighing_policy(0.9F);
+    TestCache<> cache(small_shape, 96);
+    Stream stream = small_stream(random);
+    while (!policy.due(cache.view())) feed(policy, cache, stream, 1);
+    evict_now(policy, cache.view());
+    const auto take_out = [&](index_t gone, bool told) {
+      std::vector<slot_t> kept;
+      for (index_t s = 0; s < cache.view().num_tokens(); ++s)
+        if (s != gone) kept.push_back(static_cast<slot_t>(s));
+      const std::span<const slot_t> sets[] = {kept};
+      KeepPlan plan;
+      require_ok(plan.assign(cache.view(), sets));
+      require_ok(compact(cache.view(), plan));
+      if (told) require_ok(policy.commit(plan));
+    };
+    take_out(10, false);
+    feed(policy, cache, stream, 3);
+    take_out(second, true);
+    require_same_scores(policy, cache.view());
+  }
+}
+
+TEST_CASE("A plan that keeps all makes no length known: its tokens may still be taken back", "[value_norm]") {
+  Random random;
+  CAPTURE(random.seed());
+  BeaconKV<> policy = weighing_policy(0, 0);
+  TestCache<> cache(small_shape, 96);
+  Stream stream = small_stream(random);
+  feed(policy, cache, stream, 20);
+  static_cast<void>(scores_of(policy, cache.view()));
+  std::vector<slot_t> kept(20);
+  std::iota(kept.begin(), kept.end(), slot_t{0});
+  const std::span<const slot_t> sets[] = {kept};
+  KeepPlan plan;
+  require_ok(plan.assign(cache.view(), sets));
+  require_ok(policy.commit(plan));
+  for (index_t h = 0; h < small_shape.kv_heads; ++h)
+    cache.view().store_value(h, 19, random.normals(small_shape.head_dim).data());
+  require_same_scores(policy, cache.view());
+}
+
+TEST_CASE("A slice whose policy was asked for scores meanwhile begins anew", "[value_norm]") {
+  Random random;
+  CAPTURE(random.seed());
+  for (const float credit : {0.0F, 0.9F}) {
+    CAPTURE(credit);
+    TestCache<> alone_cache(small_shape, 96);
+    TestCache<> asked_cache(small_shape, 96);
+    using Layers = Sequence<BeaconKV<>, TestCache<>::View>;
+    const SequenceOptions options{.capacity = 96, .heads_per_step = 1};
+    Layers alone = require_value(Layers::make({weighing_policy(credit)}, {alone_cache.view()}, options));
+    Layers asked = require_value(Layers::make({weighing_policy(credit)}, {asked_cache.view()}, options));
+    Stream stream = small_stream(random);
+    for (position_t p = 0; p < 120; ++p) {
+      const Token token = stream.next(p);
+      index_t evicted = 0;
+      for (Layers* layers : {&alone, &asked}) {
+        auto& view = layers->cache(0);
+        require_ok(view.append(p));
+        for (index_t h = 0; h < small_shape.kv_heads; ++h) {
+          view.store_key(h, view.num_tokens() - 1, token.keys.data() + h * small_shape.head_dim);
+          view.store_value(h, view.num_tokens() - 1, token.values.data() + h * small_shape.head_dim);
+        }
+        require_ok(layers->policy(0).observe(token.queries, p));
+        evicted += require_value(layers->evict_where_due()).evicted;
+      }
+      if (p % 3 == 0) static_cast<void>(scores_of(asked.policy(0), asked.cache(0)));
+      require_same_scores(asked.policy(0), asked.cache(0));
+    }
+    REQUIRE(asked.cache(0).num_tokens() < 60);
+  }
 }
 
 TEST_CASE("Tokens that are taken back and written anew get the lengths of their new values", "[value_norm]") {

@@ -110,7 +110,7 @@ class AdaKV : public PolicyT {
     if (!policy.scores_by_head())
       return detail::error(StatusCode::unsupported,
                            "policy: scores all heads of a layer together: none can have more than others");
-    if (detail::takes_notes(policy.scorer()))
+    if (needs_notes(policy))
       return detail::error(StatusCode::unsupported,
                            "policy: keys remember what scoring notes (orphan_credit), and plans over all heads note nothing");
     return AdaKV(std::move(policy), options);
@@ -219,6 +219,10 @@ class AdaKV : public PolicyT {
   }
 
  private:
+  [[nodiscard]] static bool needs_notes(const PolicyT& policy) {
+    if constexpr (requires { policy.scorer().needs_notes(); }) return policy.scorer().needs_notes();
+    return detail::takes_notes(policy.scorer());
+  }
   AdaKV(PolicyT policy, const AdaKVOptions& options) : PolicyT(std::move(policy)), options_(options) {}
 
   [[nodiscard]] WorkspaceSize select_workspace_size(index_t tokens) const {

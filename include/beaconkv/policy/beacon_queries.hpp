@@ -231,6 +231,7 @@ class BeaconQueries {
   /// that the head behind it will be sampled from.
   template <class Use>
   [[nodiscard]] Status for_each_head(Range heads, index_t count, Workspace& work, Use use) const {
+    if (heads.size() <= 0) return {};
     const Workspace::Frame frame(work);
     const index_t bank = beacons_[0].size();
     std::span<const float*> rows = work.take<const float*>(n_beacon_ + n_recent_).first(static_cast<std::size_t>(bank + count));

@@ -91,6 +91,8 @@ class BeaconScorer {
 
   /// Whether scoring notes anything for `commit`, and needs the beacons' positions for it.
   [[nodiscard]] bool takes_notes() const noexcept { return has_credits() || options_.attention.value_norm; }
+  /// Whether scores depend on what was noted before; lengths of values only spare a reading.
+  [[nodiscard]] bool needs_notes() const noexcept { return has_credits(); }
   /// Room for what `slots` slots of each head remember, and for `rows` rows of each query head. Allocates where there was less.
   void reserve(const Shape& shape, index_t rows, index_t slots) {
     if (has_credits()) credits_.reserve(shape.kv_heads, shape.group(), rows, slots);

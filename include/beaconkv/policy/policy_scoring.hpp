@@ -162,6 +162,8 @@ class PolicyScoring : public PolicyState<ObserverT, ScorerT, ScheduleT> {
   [[nodiscard]] Result<Observations> observe_now(const Cache& cache, Range heads, std::span<float> queries,
                                                  std::span<position_t> positions, Workspace& work,
                                                  std::span<position_t> tags = {}) const {
+    if (heads.first < 0 || heads.first > heads.last || heads.last > shape_.query_heads)
+      return detail::invalid("heads = ", heads.first, " to ", heads.last, ": there are ", shape_.query_heads, " query heads");
     return observe_by(*this, cache, heads, queries, positions, work, tags);
   }
   /// How many `tags` of each query head that call wants now: its beacons where the scorer takes notes, else none.
@@ -187,10 +189,16 @@ class PolicyScoring : public PolicyState<ObserverT, ScorerT, ScheduleT> {
   }
   template <CacheReader Cache>
   void prepare_notes(const Cache& cache) {
-    if constexpr (may_take_notes)
-      scorer_.reserve(shape_, observer_.max_rows(), cache.num_tokens() - candidates_of(cache, 0).first);
+    if constexpr (may_take_notes) {
+      index_t first = cache.num_tokens();
+      for (index_t h = 0; h < shape_.kv_heads; ++h) first = std::min(first, candidates_of(cache, h).first);
+      scorer_.reserve(shape_, observer_.max_rows(), cache.num_tokens() - first);
+      ++num_scorings_;
+    }
     static_cast<void>(cache);
   }
+  /// How often notes were begun. Where it changes between `prepare_notes` and `finish_notes`, another scoring has come between.
+  [[nodiscard]] std::uint64_t num_scorings() const noexcept { return num_scorings_; }
   /// What was noted is for plans of the present state of the cache.
   template <CacheReader Cache>
   void finish_notes(const Cache& cache) noexcept {
@@ -374,6 +382,8 @@ class PolicyScoring : public PolicyState<ObserverT, ScorerT, ScheduleT> {
     return observe_by(self, cache, heads, to.queries, to.positions, work, to.tags);
   }
   [[nodiscard]] bool takes_notes() const noexcept { return detail::takes_notes(scorer_); }
+
+  std::uint64_t num_scorings_ = 0;
 };
 
 }  // namespace beaconkv::inline v0

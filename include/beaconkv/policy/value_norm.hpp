@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "beaconkv/detail/numeric.hpp"
@@ -135,15 +136,15 @@ class ValueLengths {
     has_notes_ = true;
   }
 
-  /// After the plan was applied: lengths move with their values. No allocation.
+  /// After the plan was applied: lengths move with their values. Without notes for it they are read anew. No allocation.
   void commit(const KeepPlan& plan) noexcept {
-    const bool takes_notes = has_notes_ && noted_epoch_ == plan.epoch();
+    const bool takes_notes = std::exchange(has_notes_, false) && noted_epoch_ == plan.epoch();
+    if (plan.keeps_all()) return;  // nothing moved, and what was noted may still be taken back
+    if (!takes_notes) return forget();
     for (index_t h = 0; h < static_cast<index_t>(heads_.size()); ++h) {
       Head& of = heads_[static_cast<std::size_t>(h)];
-      if (takes_notes) {
-        of.held = of.noted;
-        of.before = of.noted_before;
-      }
+      of.held = of.noted;
+      of.before = of.noted_before;
       const std::span<const slot_t> kept = plan.kept(h);
       const auto begin = std::lower_bound(kept.begin(), kept.end(), of.held.first);
       const auto end = std::lower_bound(begin, kept.end(), of.held.last);
@@ -151,7 +152,6 @@ class ValueLengths {
       for (auto slot = begin; slot != end; ++slot) *to++ = row(h)[*slot - of.held.first];  // never behind where it stood
       of.held = of.noted = {begin - kept.begin(), end - kept.begin()};
     }
-    has_notes_ = false;
   }
 
   void forget() noexcept {

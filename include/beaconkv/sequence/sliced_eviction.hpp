@@ -54,6 +54,7 @@ class SlicedEviction {
         std::span(tags_).first(static_cast<std::size_t>(num_tags_)));
     if (!seen) return seen.status();
     policy.prepare_notes(cache);
+    scoring_ = policy.num_scorings();
     for (index_t h = 0; h < policy.shape().kv_heads; ++h) {
       const index_t tokens = tokens_of(cache, h);
       heads_[static_cast<std::size_t>(h)] = {tokens, policy.candidates_of(cache, h),
@@ -68,9 +69,10 @@ class SlicedEviction {
     return {};
   }
 
-  /// Whether every token that was there when it began still is where it was, and is turned as the queries are.
+  /// Whether every token that was there when it began still is where it was, and is turned as the queries are; and whether the
+  /// policy was asked for no other scores since, of which it would have taken notes.
   [[nodiscard]] bool intact(const PolicyT& policy, const CacheT& cache) const noexcept {
-    if (rope_ != frequencies_of(policy)) return false;
+    if (rope_ != frequencies_of(policy) || scoring_ != policy.num_scorings()) return false;
     for (index_t h = 0; h < policy.shape().kv_heads; ++h) {
       const Head& head = heads_[static_cast<std::size_t>(h)];
       if (tokens_of(cache, h) < head.tokens) return false;
@@ -176,7 +178,8 @@ class SlicedEviction {
   index_t rows_ = 0;              // of each query head
   index_t num_tags_ = 0;
   index_t stride_ = 0;
-  index_t done_ = 0;  // heads
+  std::uint64_t scoring_ = 0;  // of the policy
+  index_t done_ = 0;           // heads
   index_t num_non_finite_ = 0;
   bool active_ = false;
 };
