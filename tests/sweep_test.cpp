@@ -396,19 +396,24 @@ TEST_CASE("the reference's problems are those that --limit chooses, and every ro
   REQUIRE(limit == 201);
   REQUIRE(taken == first);
 
-  std::vector<JobRequest> jobs;
-  for (const ReferenceRow& row : reference.rows) jobs.push_back({row.policy, row.budget});
+  const RunOptions options{.model = model_directory, .prompts = prompts_file, .limit = 1};
+  const auto require_runs = [&](const std::vector<JobRequest>& jobs) {
+    const Result<Study> study = Study::make(options, jobs);
+    REQUIRE(study.status().message() == "");
+    REQUIRE(study->jobs().size() == jobs.size());
+  };
+  std::vector<JobRequest> of_reference;
+  for (const ReferenceRow& row : reference.rows) of_reference.push_back({row.policy, row.budget});
+  require_runs(of_reference);
   for (const char* name : {"1", "2", "3"}) {
     const SweepTable table = sweep_table(name).or_throw();
     REQUIRE(table.lines.front().policy == "beaconkv");
+    std::vector<JobRequest> jobs;
     for (const SweepLine& line : table.lines)
       if (line.policy != "full")
         for (const index_t budget : parse_budgets(table.budgets).or_throw()) jobs.push_back({line.policy, budget});
+    require_runs(jobs);
   }
-  const RunOptions options{.model = model_directory, .prompts = prompts_file, .limit = 1};
-  const Result<Study> study = Study::make(options, jobs);
-  REQUIRE(study.ok());
-  REQUIRE(study->jobs().size() == jobs.size());
 }
 
 TEST_CASE("a table is made of results that were written before; rows that differ from the reference make it fail") {
