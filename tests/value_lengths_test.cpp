@@ -215,9 +215,9 @@ TEST_CASE("A slice whose policy was asked for scores meanwhile begins anew", "[v
     Layers alone = require_value(Layers::make({weighing_policy(credit)}, {alone_cache.view()}, options));
     Layers asked = require_value(Layers::make({weighing_policy(credit)}, {asked_cache.view()}, options));
     Stream stream = small_stream(random);
+    index_t evicted = 0;
     for (position_t p = 0; p < 120; ++p) {
       const Token token = stream.next(p);
-      index_t evicted = 0;
       for (Layers* layers : {&alone, &asked}) {
         auto& view = layers->cache(0);
         require_ok(view.append(p));
@@ -231,6 +231,7 @@ TEST_CASE("A slice whose policy was asked for scores meanwhile begins anew", "[v
       if (p % 3 == 0) static_cast<void>(scores_of(asked.policy(0), asked.cache(0)));
       require_same_scores(asked.policy(0), asked.cache(0));
     }
+    REQUIRE(evicted > 100);
     REQUIRE(asked.cache(0).num_tokens() < 60);
   }
 }
